@@ -28,6 +28,8 @@ USUAL: Mapping[str, str] = {
     "lr": "Learning rate.",
     "momentum": "Of the local steps.",
     "weight_decay": "Of the local steps.",
+    "up": "The value codec of what a device sends; other than float32 it codes the change.",
+    "feedback": "The device adds to a change what the codec `up` lost of the change before.",
     "statistics": "Batch-norm statistics are averaged, or stay on the device.",
 }
 """Settings that mean the same in every method."""

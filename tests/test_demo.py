@@ -171,6 +171,19 @@ def test_a_method_below_its_start_or_below_training_alone_is_named_with_what_hel
     assert warnings({"mine": {"score_mean": None, "score_start": None}}, methods) == []
 
 
+def test_standalone_too_is_named_below_its_start_when_there_are_samples_enough_to_say_so() -> None:
+    methods = {"standalone": make_method({"name": "standalone"})}
+
+    def said(score: float, tested: int) -> list[str]:
+        return warnings({"standalone": {"score_mean": score, "score_start": 77 / 96}}, methods, tested)
+
+    (enough,) = said(76 / 96, 100)
+    assert enough.startswith("standalone ends at 0.792, below the bundle's own start (0.802); ")
+    assert said(76 / 96, 96) == []  # one sample of 96; two standard errors of a share are .102
+    assert said(0.71, 96) == []
+    assert len(said(0.69, 96)) == 1
+
+
 def test_a_method_above_its_start_but_below_half_of_the_best_is_named() -> None:
     methods = {name: make_method({"name": name}) for name in ("fedpm", "fedavg", "coupled")}
     scores = {"fedpm": 0.186, "fedavg": 0.956, "coupled": 0.5}

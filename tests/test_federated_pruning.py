@@ -13,7 +13,7 @@ from edge_client.bundle import views
 from edge_client.errors import LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.fedavg import FedAvg, Update
-from edge_client.methods.federated_pruning import FederatedPruning, Holds, State
+from edge_client.methods.federated_pruning import FederatedPruning, Holds, Kept, State
 from edge_client.methods.units import Units, counts, live, whole
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment
@@ -38,7 +38,7 @@ def play(
         down = decode(encode(method.downlink(C, round_, state, records.get(d))))
         t = task(M, d, round_, clusters(M, ord(d)))
         local = method.local_round(t, kept.get(d), method.receive(a, kept.get(d), down))
-        kept[d] = from_arrays(Holds, to_arrays(local.kept))
+        kept[d] = from_arrays(Kept, to_arrays(local.kept))
         read = method.read_update(a, state, records.get(d), decode(encode(local.update)))
         total, records[d] = method.fold(a, state, total, read, records.get(d))
     return method.finish(C, round_, sorted(devices), state, total)[0]

@@ -338,6 +338,13 @@ def test_statistics_are_averaged_or_stay_on_the_device() -> None:
 # --- FedDR
 
 
+def test_momentum_beside_the_splitting_is_cautioned_against() -> None:
+    c, dr = course(M), DouglasRachford()
+    assert "momentum = 0.9 carries a device's model beyond its optimum" in str(FedMap(dr=dr).caution(c))
+    assert FedMap(dr=dr, momentum=0).caution(c) is None
+    assert FedMap().caution(c) is None
+
+
 def test_the_splitting_is_the_papers_three_steps() -> None:
     """y = M y + alpha (theta - M x); x by the proximal gradient; the update is 2 x - y less theta, at M."""
     eta, alpha, lr = 0.5, 1.2, 0.05

@@ -9,7 +9,8 @@ from rounds import M, Rounds
 
 from edge_client.errors import ConfigError
 from edge_client.methods import make_method
-from edge_client.methods.fedavg import FedAvg, update_stream
+from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.value_changes import update_stream
 from edge_client.task import Assignment
 
 

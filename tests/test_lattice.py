@@ -20,7 +20,6 @@ from coord_server import guard
 from edge_client.bundle import F32, Manifest
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import lattice as method_module
-from edge_client.methods import lattice_down as down_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods import lattice_settings as settings_module
 from edge_client.methods import lattice_statistics
@@ -160,8 +159,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
 ) -> None:
     """Steps are doubled and halved meanwhile; after the last round all receive the mean of the same last rounds."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (grid_module, method_module, down_module, settings_module):
-            patch.setattr(module, "HISTORY", 3)
+        patch.setattr(grid_module, "HISTORY", 3)
         patch.setattr(settings_module, "LEAST", 0.0)
         method = Lattice(quantum=quantum, lr=0.1, coarser=coarser, budget=budget, average=average)
         rounds = len(pattern) + (not done)

@@ -17,7 +17,6 @@ from numpy_mlp import NumpyMlp, clusters, grouped, mlp, model
 from edge_client.bundle import F32, Init, Layer, Manifest, Tensor, views
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.methods import lattice as method_module
-from edge_client.methods import lattice_down as down_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods.lattice import MOVES, Lattice, Received
 from edge_client.methods.lattice_down import CHANGE
@@ -138,8 +137,7 @@ def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_
     pattern: list[set[str]], losses: dict[int, str], bad: set[int], after: int, coarser: int, history: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (grid_module, method_module, down_module):
-            patch.setattr(module, "HISTORY", history)
+        patch.setattr(grid_module, "HISTORY", history)
         fleet = Fleet(pruning(coarser=coarser, prune_after=after), FOUR, m=M)
         for round_, devices in enumerate(pattern, 1):
             if losses.get(round_) in fleet.kept:

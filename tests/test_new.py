@@ -11,19 +11,22 @@ from pathlib import Path
 
 import pytest
 from edge_bench import new as command
-from edge_bench import simulate_cli
+from edge_bench import own_model, simulate_cli
 from edge_bench.new import new, package, project
+from edge_bench.simulation_file import read_simulation
 from processes import kept_port
 
 from edge_client import toml
+from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError
+from edge_client.methods import pretrained
 
 pytest.importorskip("sklearn")
 PAGE = Path(__file__).parents[1] / "docs" / "first-project.md"
 
 
-@pytest.mark.parametrize("template", ["lstm", "vit", "mlp"])  # the page below runs "cnn"
-def test_every_project_simulates_at_once(
+@pytest.mark.parametrize("template", ["cnn", "lstm", "vit", "mlp"])
+def test_every_project_simulates_at_once_on_drawn_weights_that_its_own_export_has_too(
     template: command.Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
@@ -32,7 +35,17 @@ def test_every_project_simulates_at_once(
     new(tmp_path / "mine", template)
     assert "maskfleet simulate simulate.toml\n" in capsys.readouterr().out
     simulate_cli.simulate(tmp_path / "mine" / "simulate.toml", rounds=1, method="standalone")
-    assert "data.py:load on 10 devices, 1437 training" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "data.py:load on 10 devices, 1437 training" in told.out
+    assert "warning" not in told.err
+    (made,) = (tmp_path / "cache").iterdir()
+    bundle = Bundle.open(made)
+    assert bundle.manifest.seed == 1
+    assert not pretrained(bundle.model())
+    table = read_simulation(tmp_path / "mine" / "simulate.toml").export
+    line = " ".join(own_model.command("model.py:build", table, bundle, None))
+    for page in (tmp_path / "mine" / "README.md", PAGE):
+        assert f"{line}\n" in re.sub(" *#.*", "", page.read_text())
 
 
 def test_without_torch_a_packaged_bundle_runs_and_the_rest_is_named(
@@ -164,6 +177,7 @@ def test_the_commands_of_the_page_run_as_they_are_written(shell: Path, tmp_path:
             ["bash", str(shell)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
         )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "drawn anew" not in done.stdout + done.stderr
     first = tmp_path / "first"
     assert (first / "result.json").is_file()
     assert (first / "result.png").is_file()

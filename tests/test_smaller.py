@@ -29,9 +29,10 @@ from small_graphs import (
 from edge_client.bundle import F32
 from edge_client.compaction import personal as personal_module
 from edge_client.compaction.personal import PersonalReport, write_personal
+from edge_client.compaction.pieces import Ragged
 from edge_client.compaction.smaller import Smaller
 from edge_client.compaction.tuning import aligned
-from edge_client.compaction.writer import FASTEST, FEWEST, Costs, Ragged, Writer
+from edge_client.compaction.writer import FASTEST, FEWEST, Costs, Writer
 from edge_client.errors import CompactionError
 
 EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS, "frames": FRAMES, "by element": BY_ELEMENT}

@@ -12,7 +12,8 @@ from small_graphs import CONV, GRAPHS, MEAN, Graph, masked
 from test_smaller import compact, weights
 
 from edge_client.compaction import maps
-from edge_client.compaction.writer import Ragged, Writer
+from edge_client.compaction.pieces import Ragged
+from edge_client.compaction.writer import Writer
 from edge_client.equality import Probe, Sides, prove
 from edge_client.errors import CompactionError
 

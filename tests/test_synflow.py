@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -93,6 +93,43 @@ def test_a_share_of_all_channels_stays_and_one_of_each_group(seed: int, keep: fl
 def test_only_the_groups_named_are_pruned() -> None:
     tensors, layers, groups = net(6, 10, 8, 3)
     assert {name: len(k) for name, k in synflow.prune(tensors, layers, groups, {"1"}, 0.5).items()} == {"1": 4}
+
+
+def by_paths(tensors: Mapping[str, F32], steps: int, share: Callable[[float], float]) -> list[list[int]]:
+    """The units of each hidden layer that stay when `share(progress)` of all stay after each step.
+
+    A unit's score is the sum, over all paths from an input to an output through it, of the product of the absolute
+    weights on the path. Every layer keeps its best unit.
+    """
+    weights = [np.abs(w.astype(np.float64)) for w in tensors.values()]
+    left = [list(range(len(w))) for w in weights[:-1]]
+    total = sum(map(len, left))
+    for step in range(1, steps + 1):
+        flow = {(layer, unit): 0.0 for layer, units in enumerate(left) for unit in units}
+        for path in product(range(weights[0].shape[1]), *left, range(len(weights[-1]))):
+            through = np.prod([w[b, a] for w, (a, b) in zip(weights, pairwise(path), strict=True)])
+            for place in enumerate(path[1:-1]):
+                flow[place] += through
+        ranked = sorted(flow, key=flow.__getitem__, reverse=True)
+        best = [next(place for place in ranked if place[0] == layer) for layer in range(len(left))]
+        stay = {*ranked[: round(total * share(step / steps))], *best}
+        left = [sorted(unit for place, unit in stay if place == layer) for layer in range(len(left))]
+    return left
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_exponentially_smaller_shares_stay_step_by_step_so_that_a_wide_layer_does_not_collapse(seed: int) -> None:
+    """All layers carry the same flow in all, so in one shot the many units of a wide layer rank last together."""
+    tensors, layers, groups = net(2, 30, 6, 2, seed=seed)
+    keep = 6 / 36
+
+    def kept(steps: int) -> list[list[int]]:
+        return [units.tolist() for units in synflow.prune(tensors, layers, groups, {"0", "1"}, keep, steps).values()]
+
+    assert kept(12) == by_paths(tensors, 12, lambda progress: keep**progress)
+    assert kept(12) != by_paths(tensors, 12, lambda progress: 1 - (1 - keep) * progress)
+    assert list(map(len, kept(12))) == [3, 3]
+    assert list(map(len, kept(1))) == [1, 5]
 
 
 def test_units_without_flow_go_first_and_in_small_steps_what_only_they_fed_goes_next() -> None:

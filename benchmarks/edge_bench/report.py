@@ -144,8 +144,8 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method], teste
     """Sentences on methods that end badly, and on updates that the guard limited.
 
     Badly is below the bundle's own start, below training alone when Standalone ran, or, failing these, below half of
-    the best method. `tested` test samples of all devices decide nothing within two standard errors of a share while
-    they are few. Both mappings have the same labels.
+    the best method. This holds for Standalone too. `tested` test samples of all devices decide nothing within two
+    standard errors of a share, ``tested ** -0.5``, while they are fewer than `FEW`. Both mappings have the same labels.
     """
     alone = next((label for label in records if methods[label].name == ALONE), None)
     scores = {label: r["score_mean"] for label, r in records.items() if r["score_mean"] is not None}

@@ -16,8 +16,8 @@ from edge_client.compaction.apart import part_batch
 from edge_client.compaction.moves import PICK, is_move
 from edge_client.compaction.net import Net, drop_unused
 from edge_client.compaction.operators import Array
+from edge_client.compaction.pieces import Ids, by_axis
 from edge_client.compaction.reshapes import REGROUP
-from edge_client.compaction.writer import Ids, by_axis
 
 _CHAINED = REGROUP | PICK | {"Transpose"}
 

@@ -15,8 +15,9 @@ from onnx import NodeProto
 
 from edge_client.compaction.layouts import FILL, preferred, worth
 from edge_client.compaction.operators import F64, conv, conv_transpose
+from edge_client.compaction.pieces import Ids
 from edge_client.compaction.study import Rule, Study, some
-from edge_client.compaction.writer import Ids, Writer
+from edge_client.compaction.writer import Writer
 from edge_client.nodes import settings
 
 _Value = TypeVar("_Value", bound=np.generic)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto
 
+from edge_client.compaction.pieces import Ids, by_axis
 from edge_client.compaction.reshapes import REGROUP, slots
-from edge_client.compaction.writer import Ids, Writer, by_axis
+from edge_client.compaction.writer import Writer
 
 FILL = 1.02
 """A layer writes zeros for the sake of a reshape behind it up to so many times its live outputs."""

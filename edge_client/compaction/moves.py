@@ -14,9 +14,10 @@ from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.operators import Array
+from edge_client.compaction.pieces import Ids, Lists, Ragged, by_axis, grid
 from edge_client.compaction.reshapes import REGROUP, regroup
 from edge_client.compaction.study import Labels, Rule, Study, mixed
-from edge_client.compaction.writer import Ids, Lists, Ragged, Writer, by_axis, grid
+from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
 from edge_client.nodes import settings
 

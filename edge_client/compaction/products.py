@@ -16,8 +16,9 @@ from edge_client.compaction.convolutions import biased
 from edge_client.compaction.layouts import preferred, worth
 from edge_client.compaction.moves import is_move, sources
 from edge_client.compaction.operators import F64
+from edge_client.compaction.pieces import Ids, by_axis
 from edge_client.compaction.study import Bools, Rule, Study, mixed, some
-from edge_client.compaction.writer import Ids, Writer, by_axis
+from edge_client.compaction.writer import Writer
 from edge_client.nodes import settings
 
 

@@ -19,8 +19,9 @@ from onnx import NodeProto
 from edge_client.compaction.layouts import worth
 from edge_client.compaction.moves import apart
 from edge_client.compaction.operators import F64
+from edge_client.compaction.pieces import Ids, Ragged, by_axis
 from edge_client.compaction.study import Bools, Rule, Study, some
-from edge_client.compaction.writer import Ids, Ragged, Writer, by_axis
+from edge_client.compaction.writer import Writer
 from edge_client.nodes import settings
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

@@ -13,8 +13,9 @@ import numpy as np
 from onnx import NodeProto
 
 from edge_client.compaction.net import Shape
+from edge_client.compaction.pieces import Ids, Piece, by_axis, grid
 from edge_client.compaction.study import Bools, some
-from edge_client.compaction.writer import Ids, Piece, Writer, by_axis, grid
+from edge_client.compaction.writer import Writer
 
 REGROUP = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 

@@ -1,9 +1,9 @@
-"""Writes a graph again on fewer elements: pieces of values, adapters between them, constants and sizes.
+"""Writes a graph again on fewer elements: its nodes, adapters between pieces of values, constants and sizes.
 
-A `Piece` says which element of the whole value lies at each place of a smaller tensor. A channel that went is in none.
-Where an operator needs a channel that its input lacks, because another input has it or because it mixes channels, an
-adapter puts it in: a `Gather`, behind a `Pad` by one entry where a channel is missing, and an `Add` when a missing
-channel is a constant other than zero.
+A `Piece` (`pieces`) says which element of the whole value lies at each place of a smaller tensor. A channel that went
+is in none. Where an operator needs a channel that its input lacks, because another input has it or because it mixes
+channels, an adapter puts it in: a `Gather`, behind a `Pad` by one entry where a channel is missing, and an `Add` when a
+missing channel is a constant other than zero.
 """
 
 from __future__ import annotations
@@ -19,62 +19,10 @@ from onnx import NodeProto, helper
 
 from edge_client.axes import POINTWISE
 from edge_client.compaction.operators import Array
+from edge_client.compaction.pieces import Ids, Lists, Piece, Ragged, by_axis, grid
 from edge_client.compaction.study import Study
 from edge_client.errors import CompactionError
 from edge_client.nodes import settings
-
-Ids = NDArray[np.int64]
-Lists = list[Ids]
-
-
-class Ragged(CompactionError):
-    """The layout of `value` is not one that an operator can take."""
-
-    def __init__(self, value: str, why: str) -> None:
-        super().__init__(why)
-        self.value = value
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor of the smaller graph. `ids`, int64 in its shape for one sample, are the flat places of its elements in
-    the whole value; -1 for an element of no meaning, -2 for a zero of no meaning."""
-
-    name: str
-    ids: Ids
-
-
-def grid(shape: Sequence[int], lists: Sequence[Ids]) -> Ids:
-    """The flat places of the elements at the entries `lists` of each axis of `shape`; -1
-    where an entry is -1, -2 where one is -2."""
-    made = np.zeros([1] * len(shape), np.int64)
-    bad, zero = np.zeros([1] * len(shape), np.bool_), np.zeros([1] * len(shape), np.bool_)
-    step = 1
-    for axis in range(len(shape) - 1, -1, -1):
-        own = lists[axis].reshape(-1, *(1,) * (len(shape) - 1 - axis))
-        made = made + step * np.maximum(own, 0)
-        bad, zero = bad | (own == -1), zero | (own == -2)
-        step *= shape[axis]
-    return np.where(bad, -1, np.where(zero, -2, made))
-
-
-def by_axis(ids: Ids, shape: Sequence[int]) -> Lists | None:
-    """The entries of each axis, -1 for one of no meaning, -2 for a zero, when `ids` is their product; else None."""
-    if len(shape) != ids.ndim:
-        return None
-    if not ids.ndim:
-        return []
-    valid = ids >= 0
-    places = np.unravel_index(np.where(valid, ids, 0), tuple(shape))
-    found = [
-        np.where(valid, place, -1).max(axis=tuple(k for k in range(ids.ndim) if k != axis), initial=-1)
-        for axis, place in enumerate(places)
-    ]
-    for axis, own in enumerate(found):
-        zero = (ids == -2).all(axis=tuple(k for k in range(ids.ndim) if k != axis))
-        own[(own < 0) & zero] = -2
-    made = np.maximum(grid(shape, found), -1)
-    return found if np.array_equal(made, np.where(valid, ids, -1)) else None
 
 
 @dataclass(frozen=True)

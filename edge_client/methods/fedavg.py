@@ -6,10 +6,9 @@ w <- sum_k (n_k / n) w_k. Every other method's bytes and scores are compared wit
 - Down: the global model, `parameters`; with a codec other than float32 as setting `down`, ``parameters.CODEC``. The
   codec's stream is (seed, "downlink values", round).
 - Up: the trained model, `parameters`. With a codec in either direction the trained model less the received one instead,
-  `change`, with a codec as setting `up` as ``change.CODEC``; its stream is (seed, "update values", round, device). With
-  `per_tensor` it codes every tensor by itself. The server keeps the exact model and adds the changes, so rounding
-  errors of the downlinks do not accumulate. With `feedback` a device adds what its codec lost of its last change to the
-  next one (Seide et al., Interspeech 2014).
+  `change`, with a codec as setting `up` as ``change.CODEC`` (`value_changes`). With `per_tensor` it codes every tensor
+  by itself. The server keeps the exact model and adds the changes, so rounding errors of the downlinks do not
+  accumulate.
 - Batch-norm statistics travel both ways as `buffers` float32.
 - With `average` the server sums the models of the last rounds, and the downlink after the last round is their mean.
   Rounds without a counted update are left out of it.
@@ -24,19 +23,18 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from edge_kernels import counter
-from edge_kernels.codecs import CodecError, values
+from edge_kernels.codecs import values
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
-from edge_client.errors import PayloadError
 from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.local_sgd import LocalSgd, Weights, window
+from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, packed, unpacked
 from edge_client.protocol.messages import MAX_SAMPLES
-from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
+from edge_client.protocol.payload import Payload, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
-PLAIN = "float32"
 BLOCK = 1 << 14  # values folded at a time, so that they stay in the cache
 
 
@@ -117,7 +115,7 @@ class FedAvg(LocalSgd):
     """The value codec of what the server sends; one that loses much is refused."""
     per_tensor: bool = False
     """The codec `up` codes every tensor by itself and not all parameters together."""
-    feedback: bool = False
+    feedback: Feedback = False
     """The device adds to a change what the codec `up` lost of the change before."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The share of the rounds whose mean model is the final one; 0: the last round's model."""
@@ -126,17 +124,15 @@ class FedAvg(LocalSgd):
     def _fit(self) -> FedAvg:
         if values.codec(self.down).coarse:
             raise ValueError(f"down = {self.down!r} loses too much of a model; it is for changes, as setting up")
-        if self.up == PLAIN and (self.feedback or self.per_tensor):
-            why = "feedback returns what a codec loses" if self.feedback else "per_tensor is for codecs"
-            raise ValueError(f"{why}; name one in up")
+        if self.up == PLAIN and self.per_tensor:
+            raise ValueError("per_tensor is for codecs; name one in up")
         if self.average and not issubclass(self.state_type, State):
             raise ValueError(f"average = {self.average}: method {self.name} has a state of its own, without that mean")
         return self
 
-    @property
-    def whole(self) -> bool:
-        """Devices send their models and not the changes."""
-        return self.up == self.down == PLAIN
+    def uplink(self, m: Manifest) -> Uplink:
+        """How the parameters travel up."""
+        return Uplink(self.up, self.feedback, self.down == PLAIN, tensor_ends(m, self.per_tensor))
 
     # --- server half
 
@@ -157,19 +153,12 @@ class FedAvg(LocalSgd):
     def update_limit(self, model: Model) -> int:
         """Four bytes a parameter and a statistic; the slack of a codec."""
         m = model.manifest
-        parts = len(tensor_ends(m, self.per_tensor))
-        return 4 * m.buffers_d + (4 * m.d if self.up == PLAIN else values.limit(m.d, parts))
+        return 4 * m.buffers_d + self.uplink(m).limit(m.d)
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
-        if self.whole:
-            model = read_state(a.model, payload)
-        else:
-            change = read_state(a.model, payload, "change", self.up, update_stream(a), self.per_tensor)
-            with np.errstate(over="ignore"):
-                model = State(state.parameters + change.parameters, change.buffers)
-            if not np.isfinite(model.parameters).all():
-                raise PayloadError("the change makes a parameter infinite; lower the learning rate")
-        return Update(model.parameters, model.buffers, count(payload, "samples", MAX_SAMPLES))
+        m = a.model.manifest
+        parameters = self.uplink(m).read(a, "parameters", payload, state.parameters, "buffers")
+        return Update(parameters, vector(payload, "buffers", m.buffers_d), count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         return influence(state, update)
@@ -200,7 +189,7 @@ class FedAvg(LocalSgd):
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:
         stream = counter.key(a.seed, "downlink values", a.round)
-        return read_state(a.model, downlink, "parameters", self.down, stream)
+        return read_state(a.model, downlink, self.down, stream)
 
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """A few epochs of SGD from the global model."""
@@ -210,26 +199,16 @@ class FedAvg(LocalSgd):
 
     def update(self, task: Task, kept: Kept | None, received: Weights, trained: Weights) -> tuple[Payload, Kept | None]:
         """The trained model, or what it differs from the received one, with its samples; what the device keeps."""
-        if self.whole:
-            sent, left = packed("parameters", PLAIN, trained.parameters, 0), None
-        else:
-            sent, left = self.pack_change(task.assignment, kept, trained.parameters - received.parameters)
-        return Payload({**sent, "buffers": trained.buffers}, {"samples": task.samples}), left
+        a, residual = task.assignment, None if kept is None else kept.residual
+        uplink = self.uplink(a.model.manifest)
+        sent, left = uplink.send(a, "parameters", trained.parameters, received.parameters, residual)
+        update = Payload({**sent, "buffers": trained.buffers}, {"samples": task.samples})
+        return update, None if left is None else Kept(left)
 
     def train(self, task: Task, start: Weights) -> tuple[Weights, float]:
         """The local epochs: the model after them and the last one's mean loss."""
         parameters, buffers, loss = self.descend(task, start)
         return Weights(parameters, buffers), loss
-
-    def pack_change(self, a: Assignment, kept: Kept | None, change: F32) -> tuple[Arrays, Kept | None]:
-        """The change in codec `up`, and with feedback what is left of it. A device that lost a residual starts at 0."""
-        stream, ends = update_stream(a), tensor_ends(a.model.manifest, self.per_tensor)
-        if self.feedback and kept is not None and kept.residual.size == change.size:
-            change = change + kept.residual
-        sent = packed("change", self.up, change, stream, ends)
-        if not self.feedback:
-            return sent, None
-        return sent, Kept(change - values.decode_parts(self.up, sent[f"change.{self.up}"].tobytes(), ends, stream))
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The global model as it is."""
@@ -241,31 +220,10 @@ def tensor_ends(m: Manifest, per_tensor: bool) -> tuple[int, ...]:
     return tuple(t.span.stop for t in m.parameters) if per_tensor else (m.d,)
 
 
-def packed(name: str, codec: str, vector: F32, stream: int, ends: tuple[int, ...] = ()) -> Arrays:
-    """A vector as an array of a payload: float32 under `name`, or a codec's bytes under ``NAME.CODEC``."""
-    if codec == PLAIN:
-        return {name: vector}
-    return {f"{name}.{codec}": u8(values.encode_parts(codec, vector, ends or (vector.size,), stream))}
-
-
-def update_stream(a: Assignment) -> int:
-    """The counter key of the codec of a device's update."""
-    return counter.key(a.seed, "update values", a.round, a.device)
-
-
-def read_state(model: Model, payload: Payload, name: str = "parameters", codec: str = PLAIN, stream: int = 0,
-               per_tensor: bool = False) -> State:  # fmt: skip
-    """What `packed` wrote of float32[d], and `buffers` float32[buffers_d], and nothing else. Raises PayloadError."""
-    d, array = model.manifest.d, name if codec == PLAIN else f"{name}.{codec}"
-    allow_only(payload, array, "buffers")
-    buffers = vector(payload, "buffers", model.manifest.buffers_d)
-    if codec == PLAIN:
-        return State(vector(payload, name, d), buffers)
-    try:
-        data, ends = coded(payload, array, ("buffers",)), tensor_ends(model.manifest, per_tensor)
-        return State(values.decode_parts(codec, data, ends, stream), buffers)
-    except CodecError as error:
-        raise PayloadError(f"array {array!r}: {error}") from None
+def read_state(model: Model, payload: Payload, codec: str = PLAIN, stream: int = 0) -> State:
+    """`parameters` float32[d], or what `packed` wrote of them, and `buffers`, nothing else. Raises PayloadError."""
+    parameters = unpacked(payload, "parameters", codec, model.manifest.d, stream, ("buffers",))
+    return State(parameters, vector(payload, "buffers", model.manifest.buffers_d))
 
 
 def added(total: Total | None, weight: float, parameters: F32, buffers: F32) -> Total:

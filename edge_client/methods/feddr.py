@@ -1,7 +1,7 @@
 """FedDR: federated averaging by Douglas-Rachford splitting, without a regulariser (g = 0).
 
 Tran-Dinh, Pham, Phan, Nguyen, "FedDR: Randomized Douglas-Rachford Splitting Algorithms for Nonconvex Federated
-Composite Optimization", NeurIPS 2021, as its public code runs it. Round t on device k, with x and y of its last round:
+Composite Optimization", NeurIPS 2021. Round t on device k, with x and y of its last round:
 
     y = y + alpha (theta - x)                       theta itself in its first round
     x = argmin f_k + |x - y|^2 / (2 eta)            a few epochs of SGD from y
@@ -11,13 +11,19 @@ theta is the mean of every device's last reflection, also of those that sit a ro
 the same fixed point, theta = x_k on every device and sum_k grad f_k(theta) = 0, also where the devices' own optima
 differ. The paper starts with a reflection theta_0 of every device; here one counts from its first round on.
 
+The authors' code (github.com/unc-optimization/FedDR, client_dr.py and pgd.py) has y only as the centre of the proximal
+term: SGD goes on from the device's own last x, and the global model reaches a device through that term alone. Near a
+minimum of the subproblem the start does not matter; after a few epochs with a large eta it does, since a weak term
+brings no devices together that each go on from their own x. So here SGD starts at y, which has moved towards theta. In
+that code reflections also weigh by samples, y starts at zero, and a device that has not trained counts as zero.
+
 - Down: the global model; up: the reflection; payloads and codecs are those of FedAvg. x and y stay on the device. The
   server keeps each device's last reflection. That of a device that lost its state stays in the mean until the next one
   replaces it. That of a device that was removed stays for good; docs/methods/feddr.md says what that does.
 - FedMap with `dr` takes these steps on the weights that remain, with the mean change as its downlink; here devices may
   miss rounds without a whole downlink.
 - Local steps have no momentum, as in that code: x must end between y and the device's optimum, and momentum carries it
-  beyond, which the reflection doubles. eta is 1; the larger, the less y can hold x back (1000 in that code).
+  beyond, which the reflection doubles. eta is 1; the larger, the less y can hold x back.
 """
 
 from __future__ import annotations

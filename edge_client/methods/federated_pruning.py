@@ -7,7 +7,9 @@ Parameters of pruned units keep their value on the server, so such a unit can re
 
 - Down: the live `parameters` float32[d'] and `buffers`; metadata `structure` names the units. A device that was not
   sent them before receives `units` too, one bit a unit.
-- Up: `parameters` float32[d'] and `buffers` of the trained network, metadata `samples`.
+- Up: `parameters` float32[d'] and `buffers` of the trained network, metadata `samples`. With a codec as setting `up`
+  the change of the parameters, ``change.CODEC`` (`value_changes`). The residual of `feedback` is that of the live
+  parameters: what is left of a unit's change is dropped when the unit is pruned.
 - The paper's mask costs d H(keep) bits each way with every choice, `paper_bytes` counts so.
 
 The first choice is made from the initial model, none after the last round: the final model is one that was trained.
@@ -24,10 +26,22 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError
-from edge_client.methods import Influence, Range, Search
+from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.fedavg import Total, Update, added, influence, limited
 from edge_client.methods.local_sgd import LocalSgd, Weights
-from edge_client.methods.units import Packed, Units, counts, held, live, read_units, strongest, unpacked, whole
+from edge_client.methods.units import (
+    Packed,
+    Units,
+    carried,
+    counts,
+    held,
+    live,
+    read_units,
+    strongest,
+    unpacked,
+    whole,
+)
+from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -48,9 +62,17 @@ class State:
 
 @dataclass(frozen=True)
 class Holds:
-    """Units, packed bits: in a record those that a device was sent, on a device those that it keeps."""
+    """The units that a device was sent, packed bits, in its record."""
 
     units: Packed
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The same units on the device; with feedback its residual, float32[d']."""
+
+    units: Packed
+    residual: F32 | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +92,7 @@ class FederatedPruning(LocalSgd):
     hint: ClassVar[str] = "a larger keep, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Holds]] = Holds
-    kept_type: ClassVar[type[Holds]] = Holds
+    kept_type: ClassVar[type[Kept]] = Kept
 
     keep: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of each group's units that devices train, at least one."""
@@ -78,6 +100,13 @@ class FederatedPruning(LocalSgd):
     """Rounds from one choice to the next (the paper's s)."""
     by: Literal["norm"] = "norm"
     """What ranks units: the norm of their weights."""
+    up: ValueCodecName = PLAIN
+    feedback: Feedback = False
+
+    @property
+    def uplink(self) -> Uplink:
+        """How the live parameters travel up."""
+        return Uplink(self.up, self.feedback)
 
     # --- server half
 
@@ -107,14 +136,13 @@ class FederatedPruning(LocalSgd):
         return size, size
 
     def update_limit(self, model: Model) -> int:
-        """Four bytes a live parameter and a statistic."""
-        return 4 * (self._live(model) + model.manifest.buffers_d)
+        """Four bytes a live parameter and a statistic; the slack of a codec."""
+        return self.uplink.limit(self._live(model)) + 4 * model.manifest.buffers_d
 
     def read_update(self, a: Assignment, state: State, record: Holds | None, payload: Payload) -> Update:
-        small = unpacked(a.model.manifest, state.units).small
-        allow_only(payload, "parameters", "buffers")
-        parameters = vector(payload, "parameters", small.parameters.size)
-        buffers = vector(payload, "buffers", small.buffers.size)
+        own = _live_values(a.model, state)
+        parameters = self.uplink.read(a, "parameters", payload, own.parameters, "buffers")
+        buffers = vector(payload, "buffers", own.buffers.size)
         return Update(parameters, buffers, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
@@ -149,7 +177,7 @@ class FederatedPruning(LocalSgd):
 
     # --- client half
 
-    def receive(self, a: Assignment, kept: Holds | None, downlink: Payload) -> Received:
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
         """The smaller network. Raises LostError when its units were sent before and the device does not hold them."""
         m, name = a.model.manifest, downlink.meta.get("structure")
         allow_only(downlink, "parameters", "buffers", "units")
@@ -162,16 +190,19 @@ class FederatedPruning(LocalSgd):
         parameters = vector(downlink, "parameters", units.places.size)
         return Received(units, parameters, vector(downlink, "buffers", units.small.buffers.size))
 
-    def local_round(self, task: Task, kept: Holds | None, received: Received) -> Local:
+    def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """Local SGD on the smaller network."""
-        t = task.narrow(received.units.channels)
+        a, units = task.assignment, received.units
+        t = task.narrow(units.channels)
         start = Weights(received.parameters, received.buffers)
-        parameters, buffers, loss = self.descend(t, start, whole=task.assignment.model)
-        update = Payload({"parameters": parameters, "buffers": buffers}, {"samples": task.samples})
-        trained = _placed(task, Received(received.units, parameters, buffers))
-        return Local(Holds(received.units.packed), update, trained, loss)
+        parameters, buffers, loss = self.descend(t, start, whole=a.model)
+        residual = None if kept is None else carried(kept.residual, kept.units, units)
+        sent, left = self.uplink.send(a, "parameters", parameters, start.parameters, residual)
+        update = Payload({**sent, "buffers": buffers}, {"samples": task.samples})
+        trained = _placed(task, Received(units, parameters, buffers))
+        return Local(Kept(units.packed, left), update, trained, loss)
 
-    def personal(self, task: Task, kept: Holds | None, received: Received) -> Personal:
+    def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The network that the server chose last."""
         return _placed(task, received)
 

@@ -16,6 +16,8 @@ Learning", 2024. Algorithm 2, round t on a device:
 - Only weights of maskable layers are pruned. Biases, batch-norm scale and shift and other trained tensors are dense.
   Statistics travel as `buffers`, or stay on the device. A change is new less old, and the server adds the mean
   (equation 2 of the paper has the opposite sign, Algorithm 2 subtracts old less new).
+- With a codec as setting `up` the change goes up as ``change.CODEC`` (`value_changes`). The residual of `feedback` is
+  that of the weights that remain: what is left of a weight's change is dropped when the weight is pruned.
 - `dr` adds FedDR (section III-B): y = M y + alpha (theta - M x), x = argmin f + |x - y|^2 / (2 eta), and the reflection
   2 x - y in the place of the trained model. theta is the mean of every device's last reflection at M, as in `feddr`.
   The paper sends the difference from the device's last reflection; here a device sends the difference from theta, and
@@ -31,11 +33,11 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from edge_kernels import bits as bitset
 from edge_kernels.pruning import keep_largest, lamp_scores
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Range, Search
+from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.fedavg import Total, added, distance, toward
 from edge_client.methods.feddr import Kept as Splitting
 from edge_client.methods.feddr import Reflection, following, reflected, without
@@ -55,6 +57,7 @@ from edge_client.methods.pruned import (
     unmasked,
     unpacked,
 )
+from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, applied
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -87,7 +90,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a device received in its last round: the values that the mask leaves; its own statistics and splitting."""
+    """What a device received in its last round: the values that the mask leaves; its own statistics and splitting.
+
+    With feedback also its residual at these values.
+    """
 
     round: int
     mask: Packed
@@ -95,6 +101,7 @@ class Kept:
     buffers: F32
     splitting: Splitting | None = None
     """FedDR's x and y at these values."""
+    residual: F32 | None = None
 
 
 @dataclass(frozen=True)
@@ -162,12 +169,34 @@ class FedMap(LocalSgd):
     """`samples`: a device counts as its training samples (C3)."""
     statistics: Literal["mean", "local"] = "mean"
     dr: DouglasRachford | None = None
-    """FedDR's splitting; None: plain averaging."""
+    """FedDR's splitting; None: plain averaging. With it set momentum = 0, as FedDR has it; the default stays 0.9."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 4
     batch: Annotated[int, Field(ge=1, le=65536)] = 128
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
+    up: ValueCodecName = PLAIN
+    feedback: Feedback = False
+
+    @model_validator(mode="after")
+    def _fit(self) -> FedMap:
+        if self.dr and self.feedback:
+            raise ValueError("feedback is for changes; with dr a device sends a reflection, to which none is added")
+        return self
+
+    @property
+    def uplink(self) -> Uplink:
+        """How the change travels up."""
+        return Uplink(self.up, self.feedback)
 
     # --- what both sides know
+
+    def caution(self, course: Course) -> str | None:
+        """That momentum and FedDR's reflection do not go together."""
+        if self.dr is None or not self.momentum:
+            return super().caution(course)
+        return (
+            f"with dr, momentum = {self.momentum:g} carries a device's model beyond its optimum, and the reflection "
+            "doubles that; FedDR itself has momentum = 0"
+        )
 
     def prunings(self, course: Course, round_: int) -> int:
         """How often the step schedule has pruned when a round trains. The last round's model is not pruned again."""
@@ -241,18 +270,15 @@ class FedMap(LocalSgd):
         return manifest.buffers_d if self.statistics == "mean" else 0
 
     def update_limit(self, model: Model) -> int:
-        """Four bytes a parameter and a statistic, before the first pruning."""
-        return 4 * (model.manifest.d + self.sent_buffers(model.manifest))
+        """Four bytes a parameter and a statistic, before the first pruning; the slack of a codec."""
+        return self.uplink.limit(model.manifest.d) + 4 * self.sent_buffers(model.manifest)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         manifest = a.model.manifest
         values = state.theta[alive(manifest, unpacked(manifest, state.mask))]
-        allow_only(payload, "change", "buffers")
         check_fingerprint(payload, fingerprint(state.mask, values), PayloadError)
-        change = vector(payload, "change", values.size)
-        with np.errstate(over="ignore"):
-            if not np.isfinite(values + change).all():
-                raise PayloadError("the change makes a parameter infinite; lower the learning rate")
+        change = self.uplink.read_change(a, payload, values.size, "buffers")
+        applied(values, change)  # refused when it makes one infinite
         samples = count(payload, "samples", MAX_SAMPLES)
         return Update(change, self.buffers(payload, manifest), samples if self.weights == "samples" else 1.0)
 
@@ -343,11 +369,11 @@ class FedMap(LocalSgd):
         x, buffers, loss = self.descend(task, start, pull=pull, decay=self.weight_decay, live=live)
         end = reflected(x, y) if dr else x
         values, packed = received.theta[live], bitset.pack(received.mask)
-        arrays: Arrays = {"change": end[live] - values}
+        arrays, left = self.uplink.send_change(a, end[live] - values, self.residual(a.model, kept, live))
         if self.sent_buffers(manifest):
             arrays["buffers"] = buffers
         update = Payload(arrays, {"samples": task.samples, "fingerprint": fingerprint(packed, values)})
-        own = Kept(a.round, packed, values, buffers, Splitting(x[live], y[live]) if dr else None)
+        own = Kept(a.round, packed, values, buffers, Splitting(x[live], y[live]) if dr else None, left)
         return Local(own, update, Personal(x, buffers, unmasked(manifest, received.mask)), loss)
 
     def intermediate(self, model: Model, alpha: float, kept: Kept | None, received: Received, live: Bits) -> F32:
@@ -358,6 +384,13 @@ class FedMap(LocalSgd):
             x, last = (expanded(model, before, v)[live] for v in (kept.splitting.x, kept.splitting.y))
             y[live] = following(Splitting(x, last), y[live], alpha)
         return y
+
+    def residual(self, model: Model, kept: Kept | None, live: Bits) -> F32 | None:
+        """What a device kept of its last change, at the weights of this round: 0 where one has come back."""
+        if kept is None or kept.residual is None:
+            return None
+        before = alive(model.manifest, unpacked(model.manifest, kept.mask))
+        return expanded(model, before, kept.residual)[live]
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The global model as it is."""

@@ -7,7 +7,8 @@ network: a removed unit is gone, with its bias, its batch-norm row and its slice
 
 - Down: the device's live `parameters` float32[d']; metadata `structure` names their units, absent for the whole model.
 - Up: the trained live `parameters` float32[d'']; with them `units`, one bit a unit, if they are not those of the
-  downlink. The paper sends one bit a parameter and counts neither.
+  downlink. The paper sends one bit a parameter and counts neither. With a codec as setting `up` the change of the
+  parameters instead, ``change.CODEC`` (`value_changes`). The residual of `feedback` is that of the live parameters.
 - Batch-norm statistics stay on the device.
 
 Where the paper leaves a choice (docs/methods/hermes.md): the ratio of live parameters falls by `rate` a step until it
@@ -29,11 +30,24 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model, views
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import ALL, Influence, Range, Search
+from edge_client.methods import ALL, Influence, Range, Search, ValueCodecName
 from edge_client.methods.fedavg import distance, toward
 from edge_client.methods.local_sgd import LocalSgd
-from edge_client.methods.units import Packed, Units, counts, held, live, read_units, shrunk, strongest, unpacked, whole
-from edge_client.protocol.payload import Arrays, Payload, allow_only, vector
+from edge_client.methods.units import (
+    Packed,
+    Units,
+    carried,
+    counts,
+    held,
+    live,
+    read_units,
+    shrunk,
+    strongest,
+    unpacked,
+    whole,
+)
+from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
+from edge_client.protocol.payload import Payload, allow_only, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
 
@@ -54,10 +68,14 @@ class Structure:
 
 @dataclass(frozen=True)
 class Kept:
-    """A device's own: its units, packed bits, and its batch-norm statistics, float32[buffers_d]."""
+    """A device's own: its units, packed bits, and its batch-norm statistics, float32[buffers_d].
+
+    With feedback also its residual, float32[d'].
+    """
 
     units: Packed
     buffers: F32
+    residual: F32 | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +128,13 @@ class Hermes(LocalSgd):
     """Strength of the group lasso (lambda)."""
     batch: Annotated[int, Field(ge=1, le=65536)] = 16
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    up: ValueCodecName = PLAIN
+    feedback: Feedback = False
+
+    @property
+    def uplink(self) -> Uplink:
+        """How the live parameters travel up."""
+        return Uplink(self.up, self.feedback)
 
     # --- server half
 
@@ -130,17 +155,16 @@ class Hermes(LocalSgd):
 
     def update_limit(self, model: Model) -> int:
         """Four bytes a parameter and the bits of the units."""
-        return 4 * model.manifest.d + len(whole(model.manifest).packed)
+        return self.uplink.limit(model.manifest.d) + len(whole(model.manifest).packed)
 
     def read_update(self, a: Assignment, state: State, record: Structure | None, payload: Payload) -> Update:
         """The device's parameters in its units: those on record, or new ones, which may only be fewer."""
-        allow_only(payload, "parameters", "units")
         units = before = _units(a.model, record)
         if "units" in payload.arrays:
             units = read_units(a.model.manifest, payload)
             if (units.alive & ~before.alive).any():
                 raise PayloadError("array 'units' has units that the device had pruned; they do not come back")
-        return Update(units, vector(payload, "parameters", units.places.size))
+        return Update(units, self.uplink.read(a, "parameters", payload, state.parameters[units.places], "units"))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         return Influence(distance(update.parameters, state.parameters[update.units.places]), update.weight)
@@ -198,10 +222,11 @@ class Hermes(LocalSgd):
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """Prune when the gate is open, then train the smaller network."""
         units = self._prune(task, received)
-        small, t = units.small, task.narrow(units.channels)
-        parameters, buffers = received.parameters[small.parameters], received.buffers[small.buffers]
+        a, small, t = task.assignment, units.small, task.narrow(units.channels)
+        start = received.parameters[small.parameters]
+        parameters, buffers = start.copy(), received.buffers[small.buffers]
         weights = [name for layer in small.manifest.layers for name in layer.weights]
-        optimiser, loss = Sgd(parameters.size, self.learning_rate(task.assignment.model), self.momentum), EpochLoss()
+        optimiser, loss = Sgd(parameters.size, self.learning_rate(a.model), self.momentum), EpochLoss()
         for batch in t.batches(self.epochs, self.batch):
             g = t.gradient(parameters, buffers, batch)
             loss.add(batch, g)
@@ -213,10 +238,11 @@ class Hermes(LocalSgd):
                         add_lasso_slope(values[name], self.lasso, slopes[name])
             optimiser.step(parameters, g.parameters)
         personal = units.placed(parameters, buffers, received.buffers)
-        arrays: Arrays = {"parameters": parameters}
+        residual = None if kept is None else carried(kept.residual, kept.units, units)
+        sent, left = self.uplink.send(a, "parameters", parameters, start, residual)
         if units.digest != received.known:
-            arrays["units"] = units.packed
-        return Local(Kept(units.packed, personal.buffers), Payload(arrays), personal, loss.mean)
+            sent["units"] = units.packed
+        return Local(Kept(units.packed, personal.buffers, left), Payload(sent), personal, loss.mean)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """W (.) M_k."""

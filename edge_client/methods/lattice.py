@@ -62,12 +62,11 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import DivergedError, PayloadError
-from edge_client.methods import Influence, Range, Search, lattice_down, lattice_levels, lattice_statistics
+from edge_client.methods import Influence, Range, Search, lattice_down, lattice_grid, lattice_levels, lattice_statistics
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.lattice_down import CHANGE, STEPS, UNITS
 from edge_client.methods.lattice_grid import (
     HIGHEST,
-    HISTORY,
     MIDDLE,
     MOST,
     Counts,
@@ -257,7 +256,7 @@ class Lattice(Settings):
             steps=each,
             statistics=statistics,
             history=history,
-            recent=np.concatenate([recent, statistics[None]])[-HISTORY - 1 :],
+            recent=np.concatenate([recent, statistics[None]])[-lattice_grid.HISTORY - 1 :],
             first=state.first or round_,
             round=round_,
             samples=(state.samples * state.reports + weight) / seen,

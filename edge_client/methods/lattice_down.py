@@ -17,8 +17,8 @@ from edge_kernels import coupling, lattice
 from edge_kernels.lattice_model import Known
 
 from edge_client.errors import PayloadError
-from edge_client.methods import lattice_statistics
-from edge_client.methods.lattice_grid import HISTORY, MIDDLE, Counts, sizes, spans
+from edge_client.methods import lattice_grid, lattice_statistics
+from edge_client.methods.lattice_grid import MIDDLE, Counts, sizes, spans
 from edge_client.methods.lattice_network import Network, network
 from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_values import Kept, Received, Record, State, cut
@@ -31,7 +31,7 @@ CHANGE, STEPS, UNITS, STATISTICS, REPORTS = "change", "steps", "units", lattice_
 
 def base_round(round_: int, record: Record | None) -> int:
     """The round at whose start the device received the N that the downlink builds on; 1 for N = 0."""
-    if record is None or not record.holds or round_ - record.round > HISTORY:
+    if record is None or not record.holds or round_ - record.round > lattice_grid.HISTORY:
         return 1
     return record.round
 
@@ -41,7 +41,7 @@ def known(settings: Settings, net: Network, base: int, round_: int, low: int, he
 
     The mean after the last round also differs where N has changed in the rounds that it covers.
     """
-    if round_ - base > HISTORY:
+    if round_ - base > lattice_grid.HISTORY:
         return lattice.whole(spans(net.part))
     first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - settings.window(net.course)))
     return lattice.down(*net.nearest(first, round_, settings.prune_after), spans(net.part), sizes(held, low))

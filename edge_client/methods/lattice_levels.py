@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from edge_client.methods.lattice_grid import HIGHEST, HISTORY
+from edge_client.methods import lattice_grid
+from edge_client.methods.lattice_grid import HIGHEST
 from edge_client.methods.lattice_values import State
 
 COARSEST = 2  # levels of the cell above the moves that the budget asks for
@@ -35,7 +36,7 @@ def lateness(state: State, round_: int) -> tuple[int, int, float]:
     The moves of the first round are finer than all others. The noise of rounding goes to and fro, so bytes grow as the
     root of the rounds.
     """
-    most = min(round(apart(state)), HISTORY)
+    most = min(round(apart(state)), lattice_grid.HISTORY)
     late = min(most, round_)
     like = min(late, round_ - state.first)
     return late, like, math.sqrt(most / max(1, like))

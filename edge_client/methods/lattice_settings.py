@@ -9,7 +9,8 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
-from edge_client.methods.lattice_grid import HISTORY, MIDDLE, grid
+from edge_client.methods import lattice_grid
+from edge_client.methods.lattice_grid import MIDDLE, grid
 from edge_client.methods.lattice_network import Network
 from edge_client.methods.lattice_train import Plan
 from edge_client.methods.local_sgd import LocalSgd, window
@@ -58,7 +59,7 @@ class Settings(LocalSgd):
 
     def window(self, course: Course) -> int:
         """The number of rounds whose mean is the final model."""
-        return min(HISTORY, window(self.average, course.rounds))
+        return min(lattice_grid.HISTORY, window(self.average, course.rounds))
 
     def allowed(self, course: Course, deliveries: float) -> float:
         """Coded bytes that a device may send and receive in all rounds and, so often, after the last one."""

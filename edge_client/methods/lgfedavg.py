@@ -6,6 +6,8 @@ Representations", 2020. The paper's public code decides where text and code diff
 - Rounds 1..`global_rounds` are federated averaging of everything: `parameters` and `buffers` both ways.
 - From then on only the last `num_layers` layers are averaged: `head` float32, both ways. Everything else, the body, is
   trained and kept on each device, batch-norm statistics included.
+- With a codec as setting `up` the change of these values goes up instead, ``change.CODEC`` (`value_changes`). The
+  residual of `feedback` is that of all parameters, from the second phase on that of the head.
 - Every device starts the second phase from the averaged model: a device without a record of this phase receives `body`
   and `statistics` once, beside the head. So does one that lost what it kept.
 """
@@ -21,9 +23,10 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
-from edge_client.methods import Influence, Range, Search
+from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.fedavg import State, Total, Update, added, influence, limited, read_state
 from edge_client.methods.local_sgd import LocalSgd
+from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
 from edge_client.parts import Part, rest, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -41,10 +44,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Kept:
-    """A device's own body and statistics, from the second phase on."""
+    """A device's own body and statistics, empty in the first phase; with feedback its residual."""
 
     body: F32
     buffers: F32
+    residual: F32 | None = None
 
 
 class LGFedAvg(LocalSgd):
@@ -65,6 +69,13 @@ class LGFedAvg(LocalSgd):
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     batch: Annotated[int, Field(ge=1, le=65536)] = 50
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    up: ValueCodecName = PLAIN
+    feedback: Feedback = False
+
+    @property
+    def uplink(self) -> Uplink:
+        """How the shared values travel up."""
+        return Uplink(self.up, self.feedback)
 
     def head(self, model: Model) -> Part:
         """The weights and biases that stay global. Raises ConfigError when no layer would be local."""
@@ -118,16 +129,16 @@ class LGFedAvg(LocalSgd):
 
     def update_limit(self, model: Model) -> int:
         """The whole model while `global_rounds` last."""
-        return 4 * (model.manifest.d + model.manifest.buffers_d) if self.global_rounds else 4 * self.head(model).size
+        statistics = 4 * model.manifest.buffers_d if self.global_rounds else 0
+        return self.uplink.limit(self.exchanged(model)) + statistics
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         """The whole model, or a head without statistics."""
-        samples = count(payload, "samples", MAX_SAMPLES)
+        samples, own = count(payload, "samples", MAX_SAMPLES), self.received_part(a, state).parameters
         if self.whole(a.round):
-            model = read_state(a.model, payload)
-            return Update(model.parameters, model.buffers, samples)
-        allow_only(payload, "head")
-        return Update(vector(payload, "head", self.head(a.model).size), NOTHING, samples)
+            parameters = self.uplink.read(a, "parameters", payload, own, "buffers")
+            return Update(parameters, vector(payload, "buffers", a.model.manifest.buffers_d), samples)
+        return Update(self.uplink.read(a, "head", payload, own), NOTHING, samples)
 
     def received_part(self, a: Assignment, state: State) -> State:
         """What this round's updates replace."""
@@ -181,13 +192,19 @@ class LGFedAvg(LocalSgd):
 
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """A few epochs of SGD on all layers, whichever of them travel."""
-        model, meta = task.assignment.model, {"samples": task.samples}
+        a, model, meta = task.assignment, task.assignment.model, {"samples": task.samples}
         parameters, buffers, loss = self.descend(task, received)
         trained = Personal(parameters, buffers)
-        if self.whole(task.assignment.round):
-            return Local(None, Payload({"parameters": parameters, "buffers": buffers}, meta), trained, loss)
-        own = Kept(self.body(model).gather(parameters), buffers)
-        return Local(own, Payload({"head": self.head(model).gather(parameters)}, meta), trained, loss)
+        residual = None if kept is None else kept.residual
+        if self.whole(a.round):
+            sent, left = self.uplink.send(a, "parameters", parameters, received.parameters, residual)
+            own = None if left is None else Kept(NOTHING, NOTHING, left)
+            return Local(own, Payload({**sent, "buffers": buffers}, meta), trained, loss)
+        head = self.head(model)
+        if residual is not None and residual.size == model.manifest.d:  # of the first phase
+            residual = head.gather(residual)
+        sent, left = self.uplink.send(a, "head", head.gather(parameters), head.gather(received.parameters), residual)
+        return Local(Kept(self.body(model).gather(parameters), buffers, left), Payload(sent, meta), trained, loss)
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The device's body under the global head."""

@@ -3,7 +3,8 @@
 The lower baseline of methods that start from a pre-trained network (DeltaMask, arXiv 2311.17299, table 2). The head is
 the bundle's last layer, its weights and biases.
 
-- Down and up: `head` float32; up also the metadata `samples`.
+- Down and up: `head` float32; up also the metadata `samples`. With a codec as setting `up` the head's change goes up,
+  ``change.CODEC`` (`value_changes`).
 - Batch-norm statistics follow a device's own training and stay there.
 """
 
@@ -16,9 +17,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model
-from edge_client.methods import Influence, Range, Search
+from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.local_sgd import LocalSgd, descend_on
+from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
 from edge_client.parts import Part, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -35,9 +37,10 @@ class State:
 
 @dataclass(frozen=True)
 class Kept:
-    """A device's own batch-norm statistics."""
+    """A device's own batch-norm statistics; with feedback its residual."""
 
     buffers: F32
+    residual: F32 | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,13 @@ class LinearProbing(LocalSgd):
     usual_lr: ClassVar[float] = 0.1
 
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    up: ValueCodecName = PLAIN
+    feedback: Feedback = False
+
+    @property
+    def uplink(self) -> Uplink:
+        """How the head travels up."""
+        return Uplink(self.up, self.feedback)
 
     def head(self, m: Manifest) -> Part:
         """The last layer's weights and biases."""
@@ -76,11 +86,11 @@ class LinearProbing(LocalSgd):
         return Payload({"head": state.head})
 
     def update_limit(self, model: Model) -> int:
-        return 4 * self.exchanged(model)
+        return self.uplink.limit(self.exchanged(model))
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
-        allow_only(payload, "head")
-        return Update(vector(payload, "head", state.head.size), count(payload, "samples", MAX_SAMPLES))
+        head = self.uplink.read(a, "head", payload, state.head)
+        return Update(head, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         return Influence(distance(update.head, state.head), update.samples)
@@ -115,8 +125,9 @@ class LinearProbing(LocalSgd):
         optimiser = Sgd(part.size, self.learning_rate(task.assignment.model), self.momentum)
         batches = task.batches(self.epochs, self.batch)
         own, loss = descend_on(part, task, batches, values, buffers, optimiser)
-        update = Payload({"head": own}, {"samples": task.samples})
-        return Local(Kept(buffers), update, Personal(values, buffers), loss)
+        residual = None if kept is None else kept.residual
+        sent, left = self.uplink.send(task.assignment, "head", own, received.head, residual)
+        return Local(Kept(buffers, left), Payload(sent, {"samples": task.samples}), Personal(values, buffers), loss)
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The bundle's backbone with the global head and the device's own statistics."""

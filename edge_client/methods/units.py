@@ -134,6 +134,22 @@ def read_units(manifest: Manifest, payload: Payload) -> Units:
         raise PayloadError(f"array 'units': {error}") from None
 
 
+def carried(values: F32 | None, packed: Packed, now: Units) -> F32 | None:
+    """Values that a device kept of the structure `packed`, for that of now: 0 for parameters that are new in it.
+
+    None when it kept none or they are damaged.
+    """
+    every = np.zeros(now.manifest.d, np.float32)
+    try:
+        places = unpacked(now.manifest, packed).places
+    except ValueError:
+        return None
+    if values is None or values.shape != places.shape:
+        return None
+    every[places] = values
+    return every[now.places]
+
+
 def strongest(units: Units, parameters: F32, counts: Sequence[int]) -> Units:
     """Of each group's live units, the `counts` whose rows in `parameters`, float32[d], have the largest norms."""
     tensors, alive = views(units.manifest.parameters, parameters), units.alive.copy()

@@ -1,0 +1,128 @@
+"""Values that a device sends: as they are, or what changed of them in a value codec. For every method that averages.
+
+With codec ``float32`` the trained values travel under the method's name for them. With any other the change travels:
+the trained values less those that the device received, as ``change.CODEC``. The server adds it to its own values. The
+codec's stream is (seed, "update values", round, device).
+
+With `feedback` a device adds what its codec lost of its last change to the next one (Seide et al., Interspeech 2014).
+A method keeps that residual on the device, and decides which of it is still of use when other values travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from edge_kernels import counter
+from edge_kernels.codecs import CodecError, values
+from pydantic import AfterValidator, ValidationInfo
+
+from edge_client.bundle import F32
+from edge_client.errors import PayloadError
+from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, u8, vector
+from edge_client.task import Assignment
+
+PLAIN = "float32"
+
+
+def _of_a_codec(feedback: bool, info: ValidationInfo) -> bool:
+    if feedback and info.data.get("up") == PLAIN:
+        raise ValueError("feedback returns what a codec loses; name one in up")
+    return feedback
+
+
+Feedback = Annotated[bool, AfterValidator(_of_a_codec)]
+"""Setting `feedback` of a method, declared after its setting `up`."""
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """How a method's values travel up: the settings `up` and `feedback`.
+
+    `exact`: devices receive the server's values as they are. If a codec of the downlink rounds them, the change travels
+    whatever the codec here, so that rounding errors do not accumulate on the server.
+    `ends`: where each group of values that are coded together ends; empty: all of them.
+    """
+
+    codec: str
+    feedback: bool = False
+    exact: bool = True
+    ends: tuple[int, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """The values travel and not their change."""
+        return self.codec == PLAIN and self.exact
+
+    def limit(self, size: int) -> int:
+        """The most bytes that so many values take."""
+        return 4 * size if self.codec == PLAIN else values.limit(size, len(self.ends) or 1)
+
+    # --- client half
+
+    def send(
+        self, a: Assignment, name: str, trained: F32, received: F32, residual: F32 | None = None
+    ) -> tuple[Arrays, F32 | None]:
+        """The trained values under `name`, or their change; the new residual as in `send_change`."""
+        if self.whole:
+            return {name: trained}, None
+        return self.send_change(a, trained - received, residual)
+
+    def send_change(self, a: Assignment, change: F32, residual: F32 | None = None) -> tuple[Arrays, F32 | None]:
+        """A change in the codec, and with `feedback` what is left of it. A device without its residual starts at 0."""
+        stream = update_stream(a)
+        if self.feedback and residual is not None and residual.shape == change.shape:
+            change = change + residual
+        sent = packed("change", self.codec, change, stream, self.ends)
+        if not self.feedback:
+            return sent, None
+        return sent, change - unpacked(Payload(sent), "change", self.codec, change.size, stream, (), self.ends)
+
+    # --- server half
+
+    def read(self, a: Assignment, name: str, payload: Payload, own: F32, *others: str) -> F32:
+        """The trained values; the server's before are `own`, `others` are further arrays. Raises PayloadError."""
+        if self.whole:
+            return unpacked(payload, name, PLAIN, own.size, 0, others)
+        change = self.read_change(a, payload, own.size, *others)
+        return applied(own, change)
+
+    def read_change(self, a: Assignment, payload: Payload, size: int, *others: str) -> F32:
+        """The change of `size` values. Raises PayloadError."""
+        return unpacked(payload, "change", self.codec, size, update_stream(a), others, self.ends)
+
+
+def applied(before: F32, change: F32) -> F32:
+    """Values after a change. Raises PayloadError when one is infinite."""
+    with np.errstate(over="ignore"):
+        after: F32 = before + change
+    if not np.isfinite(after).all():
+        raise PayloadError("the change makes a parameter infinite; lower the learning rate")
+    return after
+
+
+def update_stream(a: Assignment) -> int:
+    """The counter key of the codec of a device's update."""
+    return counter.key(a.seed, "update values", a.round, a.device)
+
+
+def packed(name: str, codec: str, vector: F32, stream: int, ends: tuple[int, ...] = ()) -> Arrays:
+    """A vector as an array of a payload: float32 under `name`, or a codec's bytes under ``NAME.CODEC``."""
+    if codec == PLAIN:
+        return {name: vector}
+    return {f"{name}.{codec}": u8(values.encode_parts(codec, vector, ends or (vector.size,), stream))}
+
+
+def unpacked(
+    payload: Payload, name: str, codec: str, size: int, stream: int, others: tuple[str, ...], ends: tuple[int, ...] = ()
+) -> F32:
+    """The float32[size] that `packed` wrote; the payload may hold arrays `others` beside it. Raises PayloadError."""
+    if codec == PLAIN:
+        allow_only(payload, name, *others)
+        return vector(payload, name, size)
+    array = f"{name}.{codec}"
+    try:
+        return values.decode_parts(codec, coded(payload, array, others), ends or (size,), stream)
+    except CodecError as error:
+        raise PayloadError(f"array {array!r}: {error}") from None
