@@ -91,6 +91,14 @@ def weights(manifest: Manifest, layers: Iterable[Layer], without_gates: Collecti
     return Part(tuple(blocks))
 
 
+def frozen(manifest: Manifest) -> NDArray[np.bool_]:
+    """The parameters that no device trains, bool[d]."""
+    bits = np.zeros(manifest.d, np.bool_)
+    for t in manifest.parameters:
+        bits[t.span] = not t.trainable
+    return bits
+
+
 def rest(manifest: Manifest, *others: Part) -> Part:
     """The trainable tensors of which no other part has any value."""
     taken = np.zeros(manifest.d, np.bool_)

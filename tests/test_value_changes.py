@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from edge_kernels import counter
 from edge_kernels.codecs import values
 from numpy.typing import NDArray
 from numpy_mlp import course, grouped
 from rounds import Rounds
 
-from edge_client.errors import ConfigError, PayloadError
+from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import Method, make_method
 from edge_client.methods.pruned import alive
 from edge_client.methods.pruned import unpacked as mask_of
@@ -22,6 +23,7 @@ from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 
 M = grouped(6, 10, 8, 3)
+FREE = np.zeros(300, np.bool_)
 HEAD = np.arange(M.tensors["2.w"].offset, M.d)
 Places = NDArray[np.int64]
 
@@ -152,11 +154,64 @@ def test_the_mean_of_many_devices_changes_by_eden_is_the_change() -> None:
     uplink, total, n = Uplink("eden:1"), np.zeros(300), 800
     for i in range(n):
         a = Assignment(course(M), 1, str(i))
-        sent, left = uplink.send(a, "head", trained, received)
-        total += uplink.read(a, "head", Payload(sent), received)
+        sent, left = uplink.send(a, "head", trained, received, FREE)
+        total += uplink.read(a, "head", Payload(sent), received, FREE)
         assert left is None
     error = np.linalg.norm(total / n - trained) / np.linalg.norm(trained - received)
     assert error < 1.3 * np.sqrt((np.pi / 2 - 1) / n)  # the variance of one bit a value, of independent devices
+
+
+@pytest.mark.parametrize("codec", ["eden:1", "sign", "drive", "qsgd:1", "float16"])
+def test_a_codec_leaves_frozen_values_as_they_are(codec: str) -> None:
+    """EDEN and signs decode a change of 0 as another number."""
+    rng = np.random.default_rng(0)
+    received, fixed = rng.standard_normal(300).astype(np.float32), rng.random(300) < 0.3
+    trained = np.where(fixed, received, rng.standard_normal(300).astype(np.float32))
+    a, uplink = Assignment(course(M), 1, "a"), Uplink(codec, feedback=True)
+    sent, left = uplink.send(a, "head", trained, received, fixed)
+    read = uplink.read(a, "head", Payload(sent), received, fixed)
+    assert np.array_equal(read[fixed], received[fixed])
+    assert left is not None
+    assert not left[fixed].any()
+    assert not np.array_equal(read, received)
+
+
+@pytest.mark.parametrize("name", sorted(set(SETTINGS) - {"linear_probing"}))
+def test_frozen_tensors_never_change_under_a_codec(name: str) -> None:
+    frozen = M.model_copy(
+        update={"parameters": [t.model_copy(update={"trainable": t.name != "1.b"}) for t in M.parameters]}
+    )
+    there = Rounds(made(name, up="eden:1"), frozen)
+    before = model(there)[frozen.tensors["1.b"].span].copy()
+    for _ in range(3):
+        there.play("a", "b")
+    assert np.array_equal(model(there)[frozen.tensors["1.b"].span], before)
+
+
+def test_the_stream_of_a_codec_is_of_the_seed_the_round_and_the_device() -> None:
+    """As docs/methods/compressed.md promises: another implementation must draw the same numbers."""
+    a = Assignment(course(M), 3, "a")
+    assert update_stream(a) == counter.key(a.seed, "update values", 3, "a")
+    sent, _ = Uplink("eden:1").send(a, "head", np.arange(300, dtype=np.float32), np.zeros(300, np.float32), FREE)
+    expected = values.encode("eden:1", np.arange(300, dtype=np.float32), counter.key(a.seed, "update values", 3, "a"))
+    assert sent["change.eden:1"].tobytes() == expected
+
+
+@every_method
+def test_an_array_too_many_is_refused(name: str) -> None:
+    there = fleet(name, up="topk:0.1")
+    there.play("a")
+    good, fresh = there.local["a"].update, there.method.start(course(M))
+    junk = Payload({**good.arrays, "junk": np.zeros(1, np.float32)}, good.meta)
+    with pytest.raises(PayloadError, match="junk"):
+        there.method.read_update(Assignment(there.course, 1, "a"), fresh, None, junk)
+
+
+def test_a_change_that_a_codec_cannot_hold_is_the_training_s_fault() -> None:
+    with pytest.raises(DivergedError, match=r"codec 'float16' .*; use a smaller learning rate, or another codec"):
+        Uplink("float16").send(
+            Assignment(course(M), 1, "a"), "head", np.full(300, 1e6, np.float32), np.zeros(300, np.float32), FREE
+        )
 
 
 def test_a_change_that_makes_a_value_infinite_is_refused() -> None:

@@ -31,6 +31,7 @@ from edge_client.bundle import F32, Manifest, Model
 from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.local_sgd import LocalSgd, Weights, window
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, packed, unpacked
+from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -157,7 +158,7 @@ class FedAvg(LocalSgd):
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
         m = a.model.manifest
-        parameters = self.uplink(m).read(a, "parameters", payload, state.parameters, "buffers")
+        parameters = self.uplink(m).read(a, "parameters", payload, state.parameters, frozen(m), "buffers")
         return Update(parameters, vector(payload, "buffers", m.buffers_d), count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
@@ -200,8 +201,8 @@ class FedAvg(LocalSgd):
     def update(self, task: Task, kept: Kept | None, received: Weights, trained: Weights) -> tuple[Payload, Kept | None]:
         """The trained model, or what it differs from the received one, with its samples; what the device keeps."""
         a, residual = task.assignment, None if kept is None else kept.residual
-        uplink = self.uplink(a.model.manifest)
-        sent, left = uplink.send(a, "parameters", trained.parameters, received.parameters, residual)
+        m = a.model.manifest
+        sent, left = self.uplink(m).send(a, "parameters", trained.parameters, received.parameters, frozen(m), residual)
         update = Payload({**sent, "buffers": trained.buffers}, {"samples": task.samples})
         return update, None if left is None else Kept(left)
 

@@ -9,7 +9,7 @@ Parameters of pruned units keep their value on the server, so such a unit can re
   sent them before receives `units` too, one bit a unit.
 - Up: `parameters` float32[d'] and `buffers` of the trained network, metadata `samples`. With a codec as setting `up`
   the change of the parameters, ``change.CODEC`` (`value_changes`). The residual of `feedback` is that of the live
-  parameters: what is left of a unit's change is dropped when the unit is pruned.
+  parameters: a device drops what is left of a unit's change when it takes part while the unit is pruned.
 - The paper's mask costs d H(keep) bits each way with every choice, `paper_bytes` counts so.
 
 The first choice is made from the initial model, none after the last round: the final model is one that was trained.
@@ -42,6 +42,7 @@ from edge_client.methods.units import (
     whole,
 )
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
+from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -128,7 +129,7 @@ class FederatedPruning(LocalSgd):
         return model.manifest.d
 
     def paper_bytes(self, model: Model) -> tuple[int, int]:
-        """The live parameters as float32, and d H(keep) bits every `every` rounds, each way."""
+        """The live parameters as float32, whatever `up` is, and d H(keep) bits every `every` rounds, each way."""
         kept = self._live(model)
         share = kept / model.manifest.d
         entropy = 0.0 if share == 1 else -share * log2(share) - (1 - share) * log2(1 - share)
@@ -140,8 +141,9 @@ class FederatedPruning(LocalSgd):
         return self.uplink.limit(self._live(model)) + 4 * model.manifest.buffers_d
 
     def read_update(self, a: Assignment, state: State, record: Holds | None, payload: Payload) -> Update:
-        own = _live_values(a.model, state)
-        parameters = self.uplink.read(a, "parameters", payload, own.parameters, "buffers")
+        m, own = a.model.manifest, _live_values(a.model, state)
+        fixed = frozen(m)[unpacked(m, state.units).places]
+        parameters = self.uplink.read(a, "parameters", payload, own.parameters, fixed, "buffers")
         buffers = vector(payload, "buffers", own.buffers.size)
         return Update(parameters, buffers, count(payload, "samples", MAX_SAMPLES))
 
@@ -197,7 +199,8 @@ class FederatedPruning(LocalSgd):
         start = Weights(received.parameters, received.buffers)
         parameters, buffers, loss = self.descend(t, start, whole=a.model)
         residual = None if kept is None else carried(kept.residual, kept.units, units)
-        sent, left = self.uplink.send(a, "parameters", parameters, start.parameters, residual)
+        fixed = frozen(a.model.manifest)[units.places]
+        sent, left = self.uplink.send(a, "parameters", parameters, start.parameters, fixed, residual)
         update = Payload({**sent, "buffers": buffers}, {"samples": task.samples})
         trained = _placed(task, Received(units, parameters, buffers))
         return Local(Kept(units.packed, left), update, trained, loss)

@@ -277,7 +277,7 @@ class FedMap(LocalSgd):
         manifest = a.model.manifest
         values = state.theta[alive(manifest, unpacked(manifest, state.mask))]
         check_fingerprint(payload, fingerprint(state.mask, values), PayloadError)
-        change = self.uplink.read_change(a, payload, values.size, "buffers")
+        change = self.uplink.read_change(a, payload, np.zeros(values.size, np.bool_), "buffers")
         applied(values, change)  # refused when it makes one infinite
         samples = count(payload, "samples", MAX_SAMPLES)
         return Update(change, self.buffers(payload, manifest), samples if self.weights == "samples" else 1.0)
@@ -369,7 +369,8 @@ class FedMap(LocalSgd):
         x, buffers, loss = self.descend(task, start, pull=pull, decay=self.weight_decay, live=live)
         end = reflected(x, y) if dr else x
         values, packed = received.theta[live], bitset.pack(received.mask)
-        arrays, left = self.uplink.send_change(a, end[live] - values, self.residual(a.model, kept, live))
+        change, fixed = end[live] - values, np.zeros(values.size, np.bool_)  # what is frozen is not live
+        arrays, left = self.uplink.send_change(a, change, fixed, self.residual(a.model, kept, live))
         if self.sent_buffers(manifest):
             arrays["buffers"] = buffers
         update = Payload(arrays, {"samples": task.samples, "fingerprint": fingerprint(packed, values)})

@@ -47,6 +47,7 @@ from edge_client.methods.units import (
     whole,
 )
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
+from edge_client.parts import frozen
 from edge_client.protocol.payload import Payload, allow_only, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd
@@ -154,7 +155,7 @@ class Hermes(LocalSgd):
         return model.manifest.d
 
     def update_limit(self, model: Model) -> int:
-        """Four bytes a parameter and the bits of the units."""
+        """Four bytes a parameter and the bits of the units; the slack of a codec."""
         return self.uplink.limit(model.manifest.d) + len(whole(model.manifest).packed)
 
     def read_update(self, a: Assignment, state: State, record: Structure | None, payload: Payload) -> Update:
@@ -164,7 +165,8 @@ class Hermes(LocalSgd):
             units = read_units(a.model.manifest, payload)
             if (units.alive & ~before.alive).any():
                 raise PayloadError("array 'units' has units that the device had pruned; they do not come back")
-        return Update(units, self.uplink.read(a, "parameters", payload, state.parameters[units.places], "units"))
+        own, fixed = state.parameters[units.places], frozen(a.model.manifest)[units.places]
+        return Update(units, self.uplink.read(a, "parameters", payload, own, fixed, "units"))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         return Influence(distance(update.parameters, state.parameters[update.units.places]), update.weight)
@@ -239,7 +241,7 @@ class Hermes(LocalSgd):
             optimiser.step(parameters, g.parameters)
         personal = units.placed(parameters, buffers, received.buffers)
         residual = None if kept is None else carried(kept.residual, kept.units, units)
-        sent, left = self.uplink.send(a, "parameters", parameters, start, residual)
+        sent, left = self.uplink.send(a, "parameters", parameters, start, frozen(small.manifest), residual)
         if units.digest != received.known:
             sent["units"] = units.packed
         return Local(Kept(units.packed, personal.buffers, left), Payload(sent), personal, loss.mean)

@@ -27,7 +27,7 @@ from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.fedavg import State, Total, Update, added, influence, limited, read_state
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
-from edge_client.parts import Part, rest, tensors
+from edge_client.parts import Part, frozen, rest, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -135,10 +135,11 @@ class LGFedAvg(LocalSgd):
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         """The whole model, or a head without statistics."""
         samples, own = count(payload, "samples", MAX_SAMPLES), self.received_part(a, state).parameters
+        fixed = frozen(a.model.manifest)
         if self.whole(a.round):
-            parameters = self.uplink.read(a, "parameters", payload, own, "buffers")
+            parameters = self.uplink.read(a, "parameters", payload, own, fixed, "buffers")
             return Update(parameters, vector(payload, "buffers", a.model.manifest.buffers_d), samples)
-        return Update(self.uplink.read(a, "head", payload, own), NOTHING, samples)
+        return Update(self.uplink.read(a, "head", payload, own, self.head(a.model).gather(fixed)), NOTHING, samples)
 
     def received_part(self, a: Assignment, state: State) -> State:
         """What this round's updates replace."""
@@ -195,15 +196,16 @@ class LGFedAvg(LocalSgd):
         a, model, meta = task.assignment, task.assignment.model, {"samples": task.samples}
         parameters, buffers, loss = self.descend(task, received)
         trained = Personal(parameters, buffers)
-        residual = None if kept is None else kept.residual
+        residual, fixed = None if kept is None else kept.residual, frozen(model.manifest)
         if self.whole(a.round):
-            sent, left = self.uplink.send(a, "parameters", parameters, received.parameters, residual)
+            sent, left = self.uplink.send(a, "parameters", parameters, received.parameters, fixed, residual)
             own = None if left is None else Kept(NOTHING, NOTHING, left)
             return Local(own, Payload({**sent, "buffers": buffers}, meta), trained, loss)
         head = self.head(model)
         if residual is not None and residual.size == model.manifest.d:  # of the first phase
             residual = head.gather(residual)
-        sent, left = self.uplink.send(a, "head", head.gather(parameters), head.gather(received.parameters), residual)
+        after, before = head.gather(parameters), head.gather(received.parameters)
+        sent, left = self.uplink.send(a, "head", after, before, head.gather(fixed), residual)
         return Local(Kept(self.body(model).gather(parameters), buffers, left), Payload(sent, meta), trained, loss)
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:

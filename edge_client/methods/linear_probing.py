@@ -21,7 +21,7 @@ from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.local_sgd import LocalSgd, descend_on
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
-from edge_client.parts import Part, tensors
+from edge_client.parts import Part, frozen, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -89,7 +89,8 @@ class LinearProbing(LocalSgd):
         return self.uplink.limit(self.exchanged(model))
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
-        head = self.uplink.read(a, "head", payload, state.head)
+        m = a.model.manifest
+        head = self.uplink.read(a, "head", payload, state.head, self.head(m).gather(frozen(m)))
         return Update(head, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
@@ -120,13 +121,14 @@ class LinearProbing(LocalSgd):
 
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """Epochs of SGD on the head behind the frozen backbone."""
-        start, part = self.personal(task, kept, received), self.head(task.assignment.model.manifest)
+        m = task.assignment.model.manifest
+        start, part = self.personal(task, kept, received), self.head(m)
         values, buffers = start.parameters, start.buffers.copy()
         optimiser = Sgd(part.size, self.learning_rate(task.assignment.model), self.momentum)
         batches = task.batches(self.epochs, self.batch)
         own, loss = descend_on(part, task, batches, values, buffers, optimiser)
         residual = None if kept is None else kept.residual
-        sent, left = self.uplink.send(task.assignment, "head", own, received.head, residual)
+        sent, left = self.uplink.send(task.assignment, "head", own, received.head, part.gather(frozen(m)), residual)
         return Local(Kept(buffers, left), Payload(sent, {"samples": task.samples}), Personal(values, buffers), loss)
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:

@@ -135,18 +135,11 @@ def read_units(manifest: Manifest, payload: Payload) -> Units:
 
 
 def carried(values: F32 | None, packed: Packed, now: Units) -> F32 | None:
-    """Values that a device kept of the structure `packed`, for that of now: 0 for parameters that are new in it.
-
-    None when it kept none or they are damaged.
-    """
+    """Values that a device kept of the structure `packed`, for that of now: 0 for parameters that are new in it."""
+    if values is None:
+        return None
     every = np.zeros(now.manifest.d, np.float32)
-    try:
-        places = unpacked(now.manifest, packed).places
-    except ValueError:
-        return None
-    if values is None or values.shape != places.shape:
-        return None
-    every[places] = values
+    every[held(now.manifest, packed).places] = values
     return every[now.places]
 
 

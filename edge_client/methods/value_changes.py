@@ -6,6 +6,8 @@ codec's stream is (seed, "update values", round, device).
 
 With `feedback` a device adds what its codec lost of its last change to the next one (Seide et al., Interspeech 2014).
 A method keeps that residual on the device, and decides which of it is still of use when other values travel.
+
+Values that no device trains are `fixed`: a codec like EDEN decodes a change of 0 as another number, which is dropped.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from typing import Annotated
 import numpy as np
 from edge_kernels import counter
 from edge_kernels.codecs import CodecError, values
+from numpy.typing import NDArray
 from pydantic import AfterValidator, ValidationInfo
 
 from edge_client.bundle import F32
-from edge_client.errors import PayloadError
+from edge_client.errors import DivergedError, PayloadError
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, u8, vector
 from edge_client.task import Assignment
 
 PLAIN = "float32"
+Bits = NDArray[np.bool_]
 
 
 def _of_a_codec(feedback: bool, info: ValidationInfo) -> bool:
@@ -62,35 +66,44 @@ class Uplink:
     # --- client half
 
     def send(
-        self, a: Assignment, name: str, trained: F32, received: F32, residual: F32 | None = None
+        self, a: Assignment, name: str, trained: F32, received: F32, fixed: Bits, residual: F32 | None = None
     ) -> tuple[Arrays, F32 | None]:
         """The trained values under `name`, or their change; the new residual as in `send_change`."""
         if self.whole:
             return {name: trained}, None
-        return self.send_change(a, trained - received, residual)
+        return self.send_change(a, trained - received, fixed, residual)
 
-    def send_change(self, a: Assignment, change: F32, residual: F32 | None = None) -> tuple[Arrays, F32 | None]:
-        """A change in the codec, and with `feedback` what is left of it. A device without its residual starts at 0."""
-        stream = update_stream(a)
-        if self.feedback and residual is not None and residual.shape == change.shape:
+    def send_change(
+        self, a: Assignment, change: F32, fixed: Bits, residual: F32 | None = None
+    ) -> tuple[Arrays, F32 | None]:
+        """A change in the codec, and with `feedback` what is left of it. A device without its residual starts at 0.
+
+        Raises DivergedError for a change that the codec cannot hold.
+        """
+        if self.feedback and residual is not None:
             change = change + residual
-        sent = packed("change", self.codec, change, stream, self.ends)
-        if not self.feedback:
-            return sent, None
-        return sent, change - unpacked(Payload(sent), "change", self.codec, change.size, stream, (), self.ends)
+        try:
+            sent = packed("change", self.codec, change, update_stream(a), self.ends)
+        except CodecError as error:
+            raise DivergedError(
+                f"the change of round {a.round} does not fit codec {self.codec!r} ({error}); use a smaller learning "
+                "rate, or another codec as setting up",
+                at_start=False,
+            ) from None
+        return sent, change - self.read_change(a, Payload(sent), fixed) if self.feedback else None
 
     # --- server half
 
-    def read(self, a: Assignment, name: str, payload: Payload, own: F32, *others: str) -> F32:
+    def read(self, a: Assignment, name: str, payload: Payload, own: F32, fixed: Bits, *others: str) -> F32:
         """The trained values; the server's before are `own`, `others` are further arrays. Raises PayloadError."""
         if self.whole:
             return unpacked(payload, name, PLAIN, own.size, 0, others)
-        change = self.read_change(a, payload, own.size, *others)
-        return applied(own, change)
+        return applied(own, self.read_change(a, payload, fixed, *others))
 
-    def read_change(self, a: Assignment, payload: Payload, size: int, *others: str) -> F32:
-        """The change of `size` values. Raises PayloadError."""
-        return unpacked(payload, "change", self.codec, size, update_stream(a), others, self.ends)
+    def read_change(self, a: Assignment, payload: Payload, fixed: Bits, *others: str) -> F32:
+        """The change of as many values as `fixed` has bits. Raises PayloadError."""
+        change = unpacked(payload, "change", self.codec, fixed.size, update_stream(a), others, self.ends)
+        return change if self.codec == PLAIN else np.where(fixed, np.float32(0), change)
 
 
 def applied(before: F32, change: F32) -> F32:
