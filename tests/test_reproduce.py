@@ -23,7 +23,7 @@ reference = "An Author 1999, Table 0"
 minutes = 1
 seeds = [0, 1]
 notes = "A note."
-tried = [{ method = "fast", lr = 0.5, score = 0.1 }]
+tried = [{ task = "digits", label = "fast", settings = { lr = 0.5 }, score_mean = 0.1 }]
 [tasks.digits]
 bundle = "digits"
 data = { name = "digits", devices = 3, samples = 150 }
@@ -126,7 +126,7 @@ def test_a_run_writes_cells_a_result_a_table_and_plots_and_a_second_run_does_not
     assert run["bytes_of_all_devices"] == pytest.approx(run["bytes_per_device"] * 3, rel=1e-5)
     assert len(run["rounds"]["loss"]) == 2
     assert result["command"] == "maskfleet reproduce tiny"
-    assert result["tried"] == [{"method": "fast", "lr": 0.5, "score": 0.1}]
+    assert result["tried"] == [{"task": "digits", "label": "fast", "settings": {"lr": 0.5}, "score_mean": 0.1}]
     assert {"commit", "machine", "settings"} <= result.keys()
     table = (out / "table.md").read_text()
     assert "| fast | 12.5 ± 0.5; 3 bits | " in table
@@ -392,11 +392,13 @@ def test_a_table_says_which_methods_were_not_run_and_which_have_other_seeds(tmp_
     assert "| fedavg |" in table
 
 
-def test_the_page_says_that_settings_were_chosen_only_where_several_were_tried(tmp_path: Path) -> None:
-    chosen = "Settings were chosen on the validation part among 2 "
-    for lr, said in ((0.02, False), (0.03, True)):
+def test_the_page_says_which_methods_settings_were_compared_and_how_many(tmp_path: Path) -> None:
+    plain = TINY.replace(next(line for line in TINY.splitlines() if line.startswith("tried")), "")
+    (tmp_path / "reproductions" / "tiny.toml").write_text(plain)
+    for lr, compared in ((0.02, False), (0.03, True)):
         reproduce("tiny", seeds=1, only="fast", validation=True, changes=[f"fast.lr={lr}"])
         page = results_page.page(tmp_path / "results")
-        assert (chosen in page) == said
+        assert ("Settings compared on the validation part, listed in the file: `fast` 2." in page) == compared
+        assert "compared on the validation part" not in page or compared
         assert "not run yet: digits" in page
         assert "digits.png" not in page

@@ -29,6 +29,7 @@ NAMES = (
     "cnn-femnist-pretrained",
     "cnn-emnist",
     "lenet-cifar10",
+    "lenet-cifar10-he",
     "vgg9-mnist",
     "vgg9-femnist",
     "vgg9-cifar10",

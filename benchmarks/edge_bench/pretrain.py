@@ -197,6 +197,7 @@ DRAWN: Mapping[str, Recipe] = {
     "cnn-femnist": (partial(models.image_cnn, 62), partial(_image, 1, 28), _LETTERS, "torch"),
     "cnn-emnist": (models.emnist_cnn, partial(_image, 1, 28), _LETTERS, "torch"),
     "lenet-cifar10": (models.lenet, partial(_image, 3, 32), _TEN, "torch"),
+    "lenet-cifar10-he": (models.lenet, partial(_image, 3, 32), _TEN, "he"),
     "vgg9-mnist": (partial(models.vgg9, 1, 10), partial(_image, 1, 32), _TEN, "he"),
     "vgg9-femnist": (partial(models.vgg9, 1, 62), partial(_image, 1, 32), _LETTERS, "he"),
     "vgg9-cifar10": (partial(models.vgg9, 3, 10), partial(_image, 3, 32), _TEN, "he"),

@@ -162,7 +162,7 @@ def merge(name: str, r: Reproduction, command: str, runs: dict[str, Run], tried:
         "settings": settings,
         "paper": {t: {m: p.model_dump() for m, p in figures.items()} for t, figures in r.paper.items()},
         "summary": summary(runs.values()),
-        "tried": [*r.tried, *(_attempt(run) for run in tried.values())],
+        "tried": [*(t.model_dump() for t in r.tried), *(_attempt(run) for run in tried.values())],
         "runs": runs,
         "tried_runs": tried,
     }

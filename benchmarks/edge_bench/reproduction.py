@@ -49,6 +49,16 @@ class Paper(BaseModel):
     says: str = ""
 
 
+class Attempt(BaseModel):
+    """A setting that was compared on the validation part, with what it scored."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    task: str
+    label: str
+    settings: dict[str, Any]
+    """Those that differ from the method's own table."""
+
+
 class Reproduction(BaseModel):
     """A reproduction's TOML file."""
 
@@ -72,8 +82,7 @@ class Reproduction(BaseModel):
     guard: Literal["clip", "drop", "none"] = "none"
     """What papers have: an uneven weight counts in full."""
     notes: str = ""
-    tried: tuple[dict[str, Any], ...] = ()
-    """Settings compared on the validation part, with what they scored."""
+    tried: tuple[Attempt, ...] = ()
     full: dict[str, Any] = {}
 
 

@@ -168,13 +168,13 @@ def small_models(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def section(name: str, result: Mapping[str, Any], notes: str) -> str:
     """A reproduction's part of the page; `notes` are those of its file."""
-    attempts: dict[tuple[Any, Any], set[str]] = {}
-    for tried in result["tried"]:
-        about = tried.get("task"), tried.get("label")
-        attempts.setdefault(about, set()).add(json.dumps(tried.get("settings", tried)))
-    among = sum(len(own) for own in attempts.values() if len(own) > 1)
-    chosen = f" Settings were chosen on the validation part among {among} that the file lists." if among else ""
     ran = {row["task"] for row in result["summary"].values()}
+    attempts: dict[str, set[str]] = {}
+    for tried in result["tried"]:
+        about = f"{tried['task']}/{tried['label']}" if len(ran) > 1 else tried["label"]
+        attempts.setdefault(about, set()).add(json.dumps(tried["settings"], sort_keys=True))
+    compared = ", ".join(f"`{about}` {len(own)}" for about, own in sorted(attempts.items()) if len(own) > 1)
+    chosen = f" Settings compared on the validation part, listed in the file: {compared}." if compared else ""
     lines = [
         f"## {name}: {result['title']}",
         "",
