@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import bits_digest
-from edge_client.parts import Part, tensors
+from edge_client.parts import Part, frozen, tensors
 from edge_client.protocol.payload import Payload, coded, u8
 
 MASK = "mask.entropy"
@@ -40,11 +40,7 @@ def unmasked(manifest: Manifest, mask: Bits) -> Bits:
 
 def alive(manifest: Manifest, mask: Bits) -> Bits:
     """bool[d]: the parameters that train and travel, dense ones included."""
-    out = unmasked(manifest, mask)
-    for t in manifest.parameters:
-        if not t.trainable:
-            out[t.span] = False
-    return out
+    return unmasked(manifest, mask) & ~frozen(manifest)
 
 
 def unpacked(manifest: Manifest, packed: Packed) -> Bits:
@@ -60,10 +56,7 @@ def layer_of(manifest: Manifest) -> NDArray[np.uint16]:
 
 def expanded(model: Model, live: Bits, values: F32) -> F32:
     """float32[d] of the values that travel (recover from mask): zero where pruned, the bundle's where frozen."""
-    theta = np.zeros(live.size, np.float32)
-    for t in model.manifest.parameters:
-        if not t.trainable:
-            theta[t.span] = model.parameters[t.span]
+    theta = np.where(frozen(model.manifest), model.parameters, np.float32(0))
     theta[live] = values
     return theta
 
