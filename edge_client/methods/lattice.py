@@ -1,49 +1,30 @@
-"""Lattice: federated averaging on a grid of whole numbers, exact both ways, at a small fraction of the bits. Our own.
+"""Lattice: federated averaging on a grid of whole numbers, exact both ways. docs/methods/lattice.md has the reasons.
 
 The model is ``w0 + step / K / 2**MIDDLE * N``: the bundle's weights w0, an integer N for each trainable parameter, a
-step for each tensor, the federation's cohort K. Whole numbers merge without error, so a device that missed rounds
-receives one sum.
+step for each tensor, the federation's cohort K.
 
-- **Steps.** In round 1 a device's steps follow from the root mean square of its own local change (`rms`, a float for
-  each tensor, travels once); they are a quarter of what `quantum` says, because devices do not share them. From then on
-  all use the steps of the cohort's median rms. `quantum` is step / K in units of the rms of all parameters.
-- **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one level more doubles the step, one less
-  halves it. N itself stays what it is, so nothing is rounded and late devices need not know when the level changed.
-- **Server.** The sum of the moves, times K * mean samples / samples of the round, joins what is left of earlier rounds:
-  R += 2**level * that. N += 2**cell * q with q = sign(R) floor(|R| / 2**cell + 0.3), and R keeps the rest. The factor
-  is 1 for K devices of the mean samples: a round weighs its devices as federated averaging does. The cell is the level
-  at first, so whole sums leave nothing. A cell of `coarser` levels more filters the noise of the moves, which goes to
-  and fro, and lets through what adds up: fewer bytes down. In round 1 the sum is weighted by samples and in each
-  device's own steps. If no update of it is counted, the next round is played like the first one.
-- **Budget.** After each round but the first the server estimates the bytes that a device will send and receive in a
-  later one: moves, statistics, and the change for a device that missed as many rounds as devices do (`lattice_levels`).
-  Times the rounds left and the last delivery they are a need. When it exceeds what is left of 1 / `budget` of FedAvg's
-  bytes, the cell rises, up to 2 levels above that of the moves where devices miss many rounds; later the level rises by
-  one for each factor of 2. Both wait until all of such a device's changes are of the present cell. They stay in the
-  rounds whose mean is the final model.
-- **Up.** With a = local change * (samples / mean samples) / step a device sends ``m = floor(a + u)``. The dither u has
-  the key (seed, "dither", round) and is shifted by the device's place in the cohort, so that the cohort's numbers are
-  stratified. m is unbiased, mostly 0, sometimes +-1, and cheap to code because both sides know where u is close to 0
-  or 1. Nothing is left over on the device.
-- **Down.** The change of N since the last one the device holds, coded given that one and how close the dither of the
-  missed rounds came to 0 and 1 (`lattice_down`). A device that holds none, or one of more than HISTORY rounds ago,
-  receives N as a change from 0.
-- **Guard.** An update says by how much the received model's loss on the device's first batch exceeds that of the
-  bundle's model. When the cohort's median is above 0 in two successive rounds the level falls by one. While it is above
-  0 the budget raises nothing.
-- **Mean.** After the last round every device receives the mean of N over the last rounds, a share `average` of all,
-  rounded to quarters of a cell. It differs little from round to round, so the noise of rounding and of uneven data
-  largely cancels. Statistics are averaged over the same rounds.
-- **Statistics** of batch-norm travel as whole numbers too (`lattice_statistics`), up as a change from the received
-  ones, down from those that the device holds. They are averaged by samples; or they stay local.
+- **Steps** follow from the median of the first cohort's `rms` (`lattice_grid.steps`) and stay. In that round each
+  device's moves are in steps of its own, from its own `rms` and FIRST * `quantum`. Every round is played like the first
+  until one counts an update.
+- **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one more doubles the step. N keeps its
+  unit, so nothing is rounded, and late devices need not know when the level changed.
+- **Up.** A device sends ``m = floor(a + u)`` with its dither u and
+  ``a = change / (step * 2**(level - MIDDLE)) * samples / mean samples``, in the first round ``a = change / own step``.
+  It keeps nothing of the rounding.
+- **Server.** ``R += 2**level * (K * mean samples / samples of the round) * sum of m``. With
+  ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
+  the state. The factor is 1 for K devices of the mean samples. In the first round
+  ``samples / mean samples * own step / step * m`` stands for m.
+- **Down.** How N changed since the one that the device holds (`lattice_down`). Statistics likewise
+  (`lattice_statistics`).
+- **Budget.** `levelled` estimates what the rounds left need and asks `lattice_levels` for a coarser cell or level.
+- **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one.
+- **Mean.** After the last round N and the statistics are sent as their means over the last rounds (`lattice_down`).
+- **Pruning.** `current` gives the state at the start of a round: after `prune_after` rounds that of the smaller network
+  (`lattice_prune`). Every vector of a state, payload or update then is the smaller network's (`lattice_network`).
 
-- **Pruning**, with `prune`. After `prune_after` rounds the server chooses the units that stay (`lattice_prune`). From
-  then on counts, history, statistics and dither are those of the smaller network. Devices train it for more epochs,
-  with a cosine rate and without the guard. A device's first downlink of it carries `units`, a bit a unit.
-- **Personal models** are the global one, trained for `personal_epochs` on the device's samples after the last downlink.
-
-The cohort's figures (rms, loss, bytes of moves) enter by their median, so that no single device sets them. The mean
-number of samples and the rounds that devices missed are those of all reports so far.
+The rms, gains and bytes of a cohort enter by their median, so that no single device sets them. The mean samples and
+the rounds that devices missed are those of all reports so far.
 """
 
 from __future__ import annotations

@@ -2,12 +2,8 @@
 
 A downlink builds on the N at the start of the *base*, the round in which the device took part last; or on N = 0, for a
 device that holds none or one of more than HISTORY rounds ago. Both sides know that N, and how close the dither of the
-rounds since the base came to 0 and 1: the change is coded given the two.
-
-- Round 1: nothing. A later round before which no update was counted: metadata `reports`, 0.
-- Else `change`, with a head (`lattice_wire`), and `statistics`; without a base also `steps`.
-- The first one of the smaller network that a device receives: `units`, a bit a unit.
-- After the last round N and the statistics are their means over the last rounds.
+rounds since the base came to 0 and 1: the change is coded given the two. After the last round N and the statistics are
+their means over the last rounds. docs/methods/lattice.md lists the arrays (Payloads).
 """
 
 from __future__ import annotations

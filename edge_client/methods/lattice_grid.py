@@ -1,8 +1,8 @@
 """What both sides of Lattice compute alike: which parameters lie on the grid, its steps, the dither, past changes.
 
 The weights are ``w0 + step / K / 2**MIDDLE * count``: an integer count for each trainable parameter, one step for each
-tensor, K the federation's cohort. A move at *level* j adds 2**j to a count, so at MIDDLE one step / K. Everything here
-is integers, or float64 with nothing but +, -, *, / and square roots, so that machines agree.
+tensor, K the federation's cohort. A move at *level* j adds 2**j to a count, so at MIDDLE it moves the weight by
+step / K. Everything here is integers, or float64 with nothing but +, -, *, / and square roots, so that machines agree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How coarse the next moves and changes of N of Lattice are: what the budget asks for.
+"""How coarse Lattice's next moves and changes of N are: what the budget asks for.
 
-The server compares what the rounds left would take with what is left of the budget. What a device takes in a round
-depends on how many rounds it has missed by then, so the rounds between two of a device are estimated first.
+The server compares the bytes that the rounds left need with what is left of the budget. A device's downlink grows with
+the rounds that it has missed, so the rounds from one of its updates to the next are estimated first (`apart`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ MOST_RISE = 3  # levels of the moves at a time
 
 
 def apart(state: State) -> float:
-    """The rounds from one of a device to its next, at least 1; also the devices over the cohort.
+    """The rounds from one update of a device to its next, at least 1; it also estimates devices / cohort.
 
-    The sum of absences over the number of returns, one added to each: the most likely number if all devices are drawn
-    alike. The absence of a new device began with the first round. So the number is about right from the third round on,
-    when most devices are still new.
+    The sum of absences divided by the number of returns, one added to each: the most likely number if all devices are
+    drawn alike. The absence of a new device began with the first round. So the number is about right from the third
+    round on, when most devices are still new.
     """
     return (state.away + 1) / (state.again + 1)
 
 
 def lateness(state: State, round_: int) -> tuple[int, int, float]:
-    """How late a device of the next round is: the rounds of which it receives the change; those of them whose moves are
-    like later ones; and how many times more bytes than for these a change takes when enough rounds are played.
+    """What a typical device of the next round receives: ``(late, like, grown)``.
 
-    The moves of the first round are finer than all others. The noise of rounding goes to and fro, so bytes grow as the
-    root of the rounds.
+    `late`: the rounds that its change covers. `like`: those of them without the first round, whose moves are finer than
+    all later ones. `grown`: a change takes this many times the bytes of `like` rounds once enough rounds are played.
+    The noise of rounding goes to and fro, so bytes grow as the root of the rounds.
     """
     most = min(round(apart(state)), lattice_grid.HISTORY)
     late = min(most, round_)

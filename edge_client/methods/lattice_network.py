@@ -1,7 +1,7 @@
 """The network that Lattice's rounds train: the whole one, and after the pruning the smaller one, cut in memory.
 
-After the pruning a federation is one of the smaller network: its course has that network as its model, so grid, dither
-and statistics have no coordinate of a removed unit. `Network` also says where its values lie in the whole network.
+After the pruning the course's model is the smaller network, so grid, dither and statistics have no coordinate of a
+removed unit. `Network` also says where its values lie in the whole network.
 """
 
 from __future__ import annotations

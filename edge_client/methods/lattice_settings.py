@@ -31,20 +31,20 @@ class Settings(LocalSgd):
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
     budget: Annotated[float, Field(ge=1)] = 110.0
-    """FedAvg's bytes over those that moves, changes, statistics and the last delivery may take: steps are doubled, as
-    often as it takes, where a run would take more. 1: they stay as they are."""
+    """FedAvg's bytes divided by this may go to moves, changes, statistics and the last delivery: cells and steps become
+    coarser where a run would take more. 1: they stay as they are."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
     guard: bool = True
     """Halve the steps after two rounds in which the model was worse than the bundle's."""
     coarser: Annotated[int, Field(ge=0, le=4)] = 0
-    """Levels that changes of N are above moves from the start: fewer bytes down. The server keeps the rest."""
+    """How many levels changes of N are coarser than moves from the start: fewer bytes down. The server keeps the rest."""
     prune: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the units of linear layers that stay; of convolutions its square root stays. None: nothing is pruned."""
     prune_after: Annotated[int, Field(ge=1)] = 4
     """Rounds of the whole network."""
     prune_keep: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
-    """The share that stays by name of the channel group, where it is not the rule's."""
+    """The share that stays of a channel group, by its name, in place of the rule's."""
     prune_epochs: Annotated[int, Field(ge=1, le=1000)] = 2
     """Epochs of the smaller network in a round."""
     prune_lr: Annotated[float, Field(gt=0, le=1000)] | None = None

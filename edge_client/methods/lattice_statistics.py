@@ -1,7 +1,7 @@
 """Batch-norm statistics as they travel in Lattice: whole numbers, so that a change of them takes a few bits.
 
 A number is nearly a logarithm: 32 for each octave of a value above `LEAST`, linear in between and below. So large and
-small variances keep the same share of their digits, and a mean may cross 0. Everything is exact in float32.
+small variances have the same relative error, and a mean may cross 0. Everything is exact in float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lattice's payloads: the fixed bytes before the coded numbers, and what a bad one is called."""
+"""Lattice's payloads: the fixed bytes before the coded numbers, and the errors of damaged ones."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Where a vector of small whole numbers is not 0: the model of Lattice's coder, which both sides build alike.
 
-The chance of an element is a curve of ``distance / b``. The distance is that of the dither to its nearer end. b is a
-factor of its tensor times one of its row, one of its column and one of the class of |N|. All logarithms are whole
-numbers of 1/32 octave and piecewise linear. The elements are coded in passes. After each pass the factors and the curve
-are corrected by the ratio of the members seen and those expected, each with some weight for what it was.
-Everything is computed by integer and exact float64 operations (no exp, no log), so both sides get the same.
+The chance that an element is not 0 is a curve of ``distance / b``. The distance is that of the dither to its nearer
+end. b is a product of factors: of the tensor, the row, the column and the class of |N|. All logarithms are whole
+numbers of 1/32 octave and piecewise linear. The elements are coded in passes; the *members* are those not 0.
+After each pass the factors and the curve are corrected by the ratio of the members seen to those expected. The more
+members a factor has seen, the less it changes. Everything is computed by integer and exact float64 operations (no exp,
+no log), so both sides get the same.
 """
 
 from __future__ import annotations
