@@ -4,8 +4,8 @@ The model is ``w0 + step / K / 2**MIDDLE * N``: the bundle's weights w0, an inte
 step for each tensor, the federation's cohort K.
 
 - **Steps** follow from the median of the first cohort's `rms` (`lattice_grid.steps`) and stay. In that round each
-  device's moves are in steps of its own, from its own `rms` and FIRST * `quantum`. Every round is played like the first
-  until one counts an update.
+  device's moves are in steps of its own, from its own `rms` and FIRST * `quantum`. Until a round
+  counts an update, each is played like the first.
 - **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one more doubles the step. N keeps its
   unit, so nothing is rounded, and late devices need not know when the level changed.
 - **Up.** A device sends ``m = floor(a + u)`` with its dither u and
