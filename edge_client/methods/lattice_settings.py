@@ -38,7 +38,7 @@ class Settings(LocalSgd):
     guard: bool = True
     """Halve the steps after two rounds in which the model was worse than the bundle's."""
     coarser: Annotated[int, Field(ge=0, le=4)] = 0
-    """Levels by which changes of N are coarser than moves from the start: fewer bytes down. The server keeps the rest."""
+    """Levels by which cells are coarser than moves from the start: fewer bytes down. The server keeps the rest."""
     prune: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the units of linear layers that stay; of convolutions its square root stays. None: nothing is pruned."""
     prune_after: Annotated[int, Field(ge=1)] = 4
