@@ -22,10 +22,16 @@ from numpy.typing import NDArray
 
 from edge_kernels.codecs.sets import CodecError
 
+try:
+    from edge_kernels.codecs import rans_compiled as compiled
+except (ImportError, OSError):  # numba is not installed, or does not fit what is installed
+    compiled = None  # type: ignore[assignment]
+
 SCALE = 15  # log2 of the sum of a table's frequencies
 LOW = 1 << 16  # the smallest state
 SYMBOLS = 128  # the most symbols in a table, the escape included
 _STEPS = 64  # steps whose tables are looked up together
+_ENDS = "the payload ends within its coded symbols; it is truncated or d is wrong"
 _TAIL = 4  # a table ends when at most this much frequency is left
 
 U8 = NDArray[np.uint8]
@@ -71,6 +77,9 @@ def _geometric(ratio: int) -> tuple[int, ...]:
 
 def encode(entries: U32, tables: Tables, states: U64) -> NDArray[np.uint16]:
     """Encode table entries, one per symbol, into 16-bit words and `states` (uint64[lanes], changed in place)."""
+    if compiled is not None and len(states):
+        coded: NDArray[np.uint16] = compiled.write(entries, tables.edges, tables.freqs, states)
+        return coded
     lanes = max(len(states), 1)
     starts = (tables.edges & np.uint32((1 << SCALE) - 1)).astype(np.uint64)
     freqs = tables.freqs.astype(np.uint64)
@@ -103,6 +112,11 @@ def decode(runs: NDArray[np.int64], tables: Tables, states: U64, words: NDArray[
 
     Returns the symbols and the number of words read. Changes `states`. Raises CodecError when the words run out.
     """
+    if compiled is not None and len(states):
+        read, used = compiled.read(runs, tables.edges, tables.freqs, tables.first, states, words)
+        if used > len(words):
+            raise CodecError(_ENDS)
+        return read, used
     lanes = max(len(states), 1)
     mask, shift, sixteen, low_state = np.uint64((1 << SCALE) - 1), np.uint64(SCALE), np.uint64(16), np.uint64(LOW)
     edges, freqs = tables.edges.astype(np.uint64), tables.freqs.astype(np.uint64)
@@ -130,7 +144,7 @@ def decode(runs: NDArray[np.int64], tables: Tables, states: U64, words: NDArray[
         more = len(under)
         if more:
             if used + more > len(words):
-                raise CodecError("the payload ends within its coded symbols; it is truncated or d is wrong")
+                raise CodecError(_ENDS)
             x[under] = (x[under] << sixteen) | words[used : used + more]
             used += more
     return symbols, used
