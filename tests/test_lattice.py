@@ -48,7 +48,7 @@ def test_two_devices_by_hand() -> None:
     """One weight vector of two tensors; every number follows from the docstring."""
     trainer = Pull(M, np.zeros((3, D), np.float32))
     trainer.directions[0, 0], trainer.directions[1, 1] = -2.0, 4.0
-    method = Lattice(quantum=0.5, lr=1.0, momentum=0.0)
+    method = Lattice(epochs=1, quantum=0.5, lr=1.0, momentum=0.0)
     fleet = Fleet(method, {"a": samples(0, 8), "b": samples(1, 24)}, cohort=2, trainer=trainer)
     fleet.play("a", "b")
     # Round 1: "a" moves weight 0 by 2, "b" weight 1 by -4. The first tensor has 30 of the 53 parameters.
@@ -80,7 +80,7 @@ def test_the_model_is_the_weighted_mean_in_expectation_also_when_devices_do_not_
     data = {"a": samples(0, 4), "b": samples(1, 8), "c": samples(2, 12)}
     trainer, runs, total = pull(), 150, np.zeros(D)
     for seed in range(runs):
-        fleet = Fleet(Lattice(quantum=2, lr=0.1), data, seed=seed, cohort=cohort, trainer=trainer)
+        fleet = Fleet(Lattice(epochs=1, quantum=2, lr=0.1), data, seed=seed, cohort=cohort, trainer=trainer)
         fleet.play(*"abc")
         fleet.play(*"abc")
         total += fleet.due()
@@ -98,7 +98,7 @@ def test_a_round_of_large_or_of_small_devices_is_their_weighted_mean_and_no_more
     data = {"a": samples(0, 4), "b": samples(1, 4), "c": samples(2, 40)}
     trainer, runs, total = pull(), 150, np.zeros(D)
     for seed in range(runs):
-        fleet = Fleet(Lattice(quantum=2, lr=0.1, batch=64), data, seed=seed, trainer=trainer)
+        fleet = Fleet(Lattice(epochs=1, quantum=2, lr=0.1, batch=64), data, seed=seed, trainer=trainer)
         fleet.play(*"abc")
         before = fleet.due()
         fleet.play(*cohort)
@@ -113,7 +113,7 @@ def test_a_federation_of_one_device_equals_local_training_in_expectation() -> No
     data = {"a": clusters(M, 1)}
     total, runs = np.zeros(D), 200
     for seed in range(runs):
-        fleet = Fleet(Lattice(quantum=3, batch=40), data, seed=seed, cohort=1, trainer=NumpyMlp(M))
+        fleet = Fleet(Lattice(epochs=1, quantum=3, batch=40), data, seed=seed, cohort=1, trainer=NumpyMlp(M))
         fleet.play("a")
         trained = fleet.local["a"].trained.parameters - fleet.course.model.parameters
         total += fleet.due() - trained
@@ -124,7 +124,7 @@ def test_a_federation_of_one_device_equals_local_training_in_expectation() -> No
 def test_permuting_the_devices_changes_nothing_given_their_places() -> None:
     data = {"a": samples(0, 8), "b": samples(1, 24), "c": samples(2, 16)}
     renamed = {"x": data["c"], "y": data["a"], "z": data["b"]}
-    one, two = Fleet(Lattice(lr=0.1), data), Fleet(Lattice(lr=0.1), renamed)
+    one, two = Fleet(Lattice(epochs=1, lr=0.1), data), Fleet(Lattice(lr=0.1), renamed)
     for _ in range(4):
         one.play("a", "b", "c")
         two.play("y", "z", "x")
@@ -161,7 +161,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid_module, "HISTORY", 3)
         patch.setattr(settings_module, "LEAST", 0.0)
-        method = Lattice(quantum=quantum, lr=0.1, coarser=coarser, budget=budget, average=average)
+        method = Lattice(epochs=1, quantum=quantum, lr=0.1, coarser=coarser, budget=budget, average=average)
         rounds = len(pattern) + (not done)
         fleet = Fleet(method, {d: samples(ord(d) % 3) for d in "abcd"}, rounds=rounds, m=m)
         after: list[NDArray[np.float64]] = []
@@ -206,7 +206,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
 
 
 def test_only_a_device_that_lost_its_state_is_lost_and_its_next_downlink_holds_everything() -> None:
-    fleet = Fleet(Lattice(lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE)
     for _ in range(3):
         fleet.play(*"abc")
     assert not fleet.lost
@@ -224,7 +224,7 @@ def test_only_a_device_that_lost_its_state_is_lost_and_its_next_downlink_holds_e
 
 
 def test_a_late_device_receives_one_merged_change_and_steps_travel_once() -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play(*"abc")
     fleet.play(*"abc")
     for _ in range(4):
@@ -240,12 +240,12 @@ def test_a_late_device_receives_one_merged_change_and_steps_travel_once() -> Non
 
 
 def test_two_bad_rounds_halve_the_steps_and_leave_the_model_where_it_is() -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play(*"abc", gain=1.0)
     fleet.play(*"abc", gain=-1.0)
     fleet.play(*"abc", gain=1.0)
     assert (fleet.state.bad, fleet.state.level) == (1, MIDDLE)
-    unguarded = Fleet(Lattice(quantum=1, lr=0.1, guard=False), THREE)
+    unguarded = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, guard=False), THREE)
     for _ in range(4):
         unguarded.play(*"abc", gain=1.0)
     fleet.play(*"abc", gain=1.0)
@@ -260,7 +260,7 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def played(budget: float, average: float = 0.0) -> list[int]:
-        fleet = Fleet(Lattice(quantum=0.1, lr=0.1, budget=budget, average=average), THREE, rounds=14)
+        fleet = Fleet(Lattice(epochs=1, quantum=0.1, lr=0.1, budget=budget, average=average), THREE, rounds=14)
         for _ in range(14):
             fleet.play(*"abc")
         if budget < 1e9:
@@ -289,34 +289,34 @@ def absences(fleet: Fleet, cohorts: list[list[str]], lost: str = "") -> float:
 def test_the_rounds_between_two_of_a_device_show_in_how_many_come_again(rounds: int, devices: int, due: float) -> None:
     """Few rounds, before most devices came again, and many, in which most absences exceed the server's history."""
     random, names = np.random.default_rng(0), [f"d{i}" for i in range(devices)]
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), {d: samples(0) for d in names}, cohort=4, rounds=rounds)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), {d: samples(0) for d in names}, cohort=4, rounds=rounds)
     assert absences(fleet, [random.choice(names, 4, replace=False).tolist() for _ in range(rounds)]) == pytest.approx(
         due, rel=0.3
     )
 
 
 def test_a_device_that_lost_its_values_is_not_a_new_one_to_the_level_rule() -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     assert absences(fleet, [["a", "b", "c"]] * 12, lost="a") == 1.0
     assert len(fleet.lost) == 5
 
 
 def test_rounds_before_the_first_counted_one_are_no_absences() -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     for _ in range(3):
         fleet.play(*"abc", dropped=True)
     assert absences(fleet, [["a", "b", "c"]] * 3) == 1.0
 
 
 def test_a_change_over_more_rounds_than_the_history_counts_as_one_over_the_history() -> None:
-    state = replace(Fleet(Lattice(lr=0.1), THREE).state, away=99, first=1)
+    state = replace(Fleet(Lattice(epochs=1, lr=0.1), THREE).state, away=99, first=1)
     assert lateness(state, 40) == (HISTORY, HISTORY, 1.0)
     assert lateness(state, 5) == (5, 4, 2.0)
     assert lateness(state, 1) == (1, 0, 4.0)
 
 
 def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_updates() -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     for _ in range(3):
         fleet.play(*"abc")
     assert settled(fleet.state, 2)
@@ -330,7 +330,7 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
 
 
 def test_cells_rise_first_and_only_where_devices_are_many_rounds_apart() -> None:
-    start = Fleet(Lattice(lr=0.1), THREE).state
+    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
 
     def after(apart: int, coarser: int, need: float, rounds: int = 30) -> tuple[int, int]:
         risen = raised(replace(start, coarser=coarser, away=apart - 1), need, rounds)
@@ -346,7 +346,7 @@ def test_cells_rise_first_and_only_where_devices_are_many_rounds_apart() -> None
 
 def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = Fleet(Lattice(quantum=0.1, lr=0.1, budget=1.0), THREE, rounds=14)
+    fleet = Fleet(Lattice(epochs=1, quantum=0.1, lr=0.1, budget=1.0), THREE, rounds=14)
     fleet.play(*"abc")
     fleet.play(*"abc")
     course, state = fleet.course, fleet.state
@@ -357,7 +357,7 @@ def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatc
         late = min(away, 2)
         down = len(fleet.method.downlink(course, 3, now, Record(3 - late)).arrays[CHANGE])
         fresh = len(fleet.method.downlink(course, 3, now, Record(2)).arrays[CHANGE])
-        method = Lattice(quantum=0.1, lr=0.1, budget=8 * D * share / (away**0.5 * fresh), average=0.0)
+        method = Lattice(epochs=1, quantum=0.1, lr=0.1, budget=8 * D * share / (away**0.5 * fresh), average=0.0)
         after = method.levelled(course, 2, replace(now, spent=-float(down)), Total(np.zeros(D), Mean(0), sizes=[0]))
         return after.level - MIDDLE, after.coarser
 
@@ -370,7 +370,7 @@ def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = Fleet(Lattice(quantum=0.02, lr=0.1, budget=6.0), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=0.02, lr=0.1, budget=6.0), THREE)
     fleet.play(*"abc", gain=-1.0)
     for round_ in range(2, 9):
         fleet.play("a", "b", gain=1.0 if round_ > 6 else -1.0)
@@ -382,7 +382,7 @@ def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one
 
 
 def test_after_the_last_round_every_device_receives_the_mean_of_the_last_rounds_in_quarters_of_a_move() -> None:
-    fleet, after = Fleet(Lattice(quantum=0.5, lr=0.1, average=0.5), THREE, rounds=8), []
+    fleet, after = Fleet(Lattice(epochs=1, quantum=0.5, lr=0.1, average=0.5), THREE, rounds=8), []
     for round_ in range(8):
         fleet.play(*("abc" if round_ < 5 else "ab"))
         after.append(fleet.moved())
@@ -399,7 +399,7 @@ def test_the_budget_raises_nothing_while_rounds_are_bad_and_goes_on_after_good_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = Fleet(Lattice(quantum=0.5, lr=0.1, budget=1e9), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=0.5, lr=0.1, budget=1e9), THREE)
     for due in (MIDDLE, MIDDLE - 1, MIDDLE - 1, MIDDLE - 2):
         fleet.play(*"abc", gain=1.0)
         assert (fleet.state.level, fleet.state.cell) == (due, due)
@@ -409,19 +409,19 @@ def test_the_budget_raises_nothing_while_rounds_are_bad_and_goes_on_after_good_o
 
 @pytest.mark.parametrize(("gains", "bad"), [((-1, 1, 1), 1), ((-1, -1, 1), 0), ((-5, 0, 9), 0), ((-9, 2, 1), 1)])
 def test_a_round_is_bad_when_most_of_its_devices_say_so(gains: tuple[float, ...], bad: int) -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play(*"abc", gain=dict(zip("abc", gains, strict=True)))
     assert fleet.state.bad == bad
 
 
 def test_of_an_even_number_of_devices_one_more_than_half_must_say_so() -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play("a", "b", gain={"a": -1.0, "b": 1.0})
     assert fleet.state.bad == 0
 
 
 def test_a_federation_whose_first_rounds_were_left_out_begins_with_the_next() -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play(*"abc", dropped=True)
     fleet.play(*"abc", dropped=True)
     assert not fleet.state.steps.any()
@@ -444,7 +444,7 @@ def test_a_federation_whose_first_rounds_were_left_out_begins_with_the_next() ->
 
 @pytest.mark.parametrize("coarser", [0, 2])
 def test_what_the_server_does_not_apply_stays_in_the_residual(coarser: int) -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1, coarser=coarser), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, coarser=coarser), THREE)
     fleet.play(*"abc")
     cell = 2 ** (MIDDLE + coarser)
     assert fleet.state.cell == MIDDLE + coarser
@@ -478,7 +478,7 @@ def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
 
 
 def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:
-    fleet = Fleet(Lattice(lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
+    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
     fleet.play(*"abc")
     fleet.play(*"abc")
     fleet.play("a", "b")
@@ -486,7 +486,7 @@ def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:
     for device in ("a", "c", "new"):  # one of them missed a round, one has nothing
         assert np.array_equal(fleet.receive(device).statistics, lattice_statistics.nearest(fleet.state.statistics))
     assert not fleet.lost
-    own = Fleet(Lattice(lr=0.1, statistics="local"), THREE, m=NORMED, trainer=pull(NORMED))
+    own = Fleet(Lattice(epochs=1, lr=0.1, statistics="local"), THREE, m=NORMED, trainer=pull(NORMED))
     own.play(*"abc")
     own.play("a", "b")
     assert set(own.local["a"].update.arrays) == {MOVES}
@@ -521,7 +521,7 @@ def test_rounding_of_statistics_at_random_is_right_on_average() -> None:
 
 
 def test_a_statistic_that_an_update_makes_infinite_is_refused() -> None:
-    fleet = Fleet(Lattice(lr=0.1), {"a": samples(0)}, m=NORMED, trainer=pull(NORMED), cohort=1)
+    fleet = Fleet(Lattice(epochs=1, lr=0.1), {"a": samples(0)}, m=NORMED, trainer=pull(NORMED), cohort=1)
     fleet.play("a")
     far = np.full(4, 3e38, np.float32)
     fleet.state = replace(fleet.state, statistics=-far)
@@ -561,7 +561,7 @@ def test_the_dither_of_a_full_cohort_is_stratified_and_its_ends_are_known_from_o
 
 
 def test_one_hostile_update_moves_the_model_no_further_than_the_limit() -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     for _ in range(2):
         fleet.play(*"abc")
     a = Assignment(fleet.course, 3, "a")
@@ -601,7 +601,7 @@ def _bad_updates() -> dict[str, Callable[[Payload], Payload]]:
 @pytest.mark.parametrize("kind", sorted(_bad_updates()))
 @pytest.mark.parametrize("round_", [1, 3])
 def test_a_hostile_update_is_refused(kind: str, round_: int) -> None:
-    fleet = Fleet(Lattice(quantum=0.5, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=0.5, lr=0.1), THREE)
     for _ in range(round_ - 1):
         fleet.play(*"abc")
     fleet.change = lambda device, update: _bad_updates()[kind](update) if device == "b" else update
@@ -611,14 +611,14 @@ def test_a_hostile_update_is_refused(kind: str, round_: int) -> None:
 
 @pytest.mark.parametrize("each", [[-1, 1, 1, 1], [3e38, 1, 1, 1], [np.nan, 1, 1, 1], [1, 1]])
 def test_a_hostile_rms_is_refused(each: list[float]) -> None:
-    fleet = Fleet(Lattice(lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE)
     fleet.change = lambda device, p: replace(p, arrays={**p.arrays, "rms": np.array(each, np.float32)})
     with pytest.raises(PayloadError):
         fleet.play(*"abc")
 
 
 def test_numbers_beyond_the_limit_are_refused() -> None:
-    fleet = Fleet(Lattice(lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE)
     fleet.play(*"abc")
     a = Assignment(fleet.course, 2, "b", 1)
     moves = np.full(D, 40_000, np.int32)
@@ -632,7 +632,7 @@ def test_numbers_beyond_the_limit_are_refused() -> None:
 
 @pytest.mark.parametrize("base", ["zero", "held"])
 def test_a_damaged_downlink_is_refused_or_reported_as_lost(base: str) -> None:
-    fleet = Fleet(Lattice(quantum=1, lr=0.1), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     for _ in range(3):
         fleet.play(*"abc")
     device = "a" if base == "held" else "new"
@@ -654,7 +654,7 @@ def test_a_damaged_downlink_is_refused_or_reported_as_lost(base: str) -> None:
 
 def test_training_lowers_the_loss_at_a_small_part_of_the_bytes() -> None:
     data = {d: clusters(M, i) for i, d in enumerate("abc")}
-    fleet = Fleet(Lattice(lr=0.05, cosine=True), data, trainer=NumpyMlp(M))
+    fleet = Fleet(Lattice(epochs=1, lr=0.05, cosine=True), data, trainer=NumpyMlp(M))
     losses = []
     for _ in range(30):
         fleet.play(*"abc")
@@ -665,7 +665,7 @@ def test_training_lowers_the_loss_at_a_small_part_of_the_bytes() -> None:
 
 @pytest.mark.parametrize("few", [4, 10, 20])
 def test_an_honest_device_of_few_samples_is_not_limited_for_the_noise_of_few_moves(few: int) -> None:
-    fleet = Fleet(Lattice(quantum=2), {d: samples(i, 8) for i, d in enumerate("abc")})
+    fleet = Fleet(Lattice(epochs=1, quantum=2), {d: samples(i, 8) for i, d in enumerate("abc")})
     fleet.play(*"abc")
     state = replace(fleet.state, samples=100.0)
     a, moves = fleet.task("a").assignment, np.zeros(D, np.int32)

@@ -299,7 +299,7 @@ class Lattice(Settings):
         net, task = received.net, received.net.task(task)
         a, part = task.assignment, net.part
         rival = net.model if self.guarded(net) and received.samples else None
-        own = train(task, received.parameters, received.statistics, self.plan(net), rival=rival)
+        own = train(task, received.parameters, received.statistics, self.plan(net, task.samples), rival=rival)
         change = part.gather(own.parameters) - part.gather(received.parameters)
         arrays: Arrays = {}
         if not received.samples:
@@ -326,7 +326,7 @@ class Lattice(Settings):
         net, parameters, buffers = received.net, received.parameters, received.statistics
         if self.personal_epochs and task.assignment.round > task.assignment.rounds:
             with suppress(DivergedError):
-                own = train(net.task(task), parameters, buffers, self.personal_plan(net), phase="personal")
+                own = train(net.task(task), parameters, buffers, self.personal_plan(net, task.samples), phase="personal")
                 parameters, buffers = own.parameters, own.buffers
         return net.personal(parameters, buffers)
 

@@ -17,6 +17,7 @@ from edge_client.methods.local_sgd import LocalSgd, window
 from edge_client.task import Course
 
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
+STEPS, MOST_EPOCHS = 50, 5  # of a round by default: one epoch, or as many as these steps hold, at most five
 LEAST = 1536.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
 
 
@@ -25,7 +26,8 @@ class Settings(LocalSgd):
 
     quantum: Annotated[float, Field(gt=0, le=10_000)] = 2.5
     """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
+    epochs: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Of a round; 0: as many as 50 steps hold, at least one, at most five."""
     cosine: bool = False
     """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
@@ -45,8 +47,8 @@ class Settings(LocalSgd):
     """Rounds of the whole network."""
     prune_keep: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
     """The share that stays of a channel group, by its name, in place of the rule's."""
-    prune_epochs: Annotated[int, Field(ge=1, le=1000)] = 2
-    """Epochs of the smaller network in a round."""
+    prune_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Epochs of the smaller network in a round; 0: twice those of the whole one."""
     prune_lr: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Its learning rate; None: `lr`, else 0.01 also where the whole network needs a careful one."""
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -74,14 +76,15 @@ class Settings(LocalSgd):
         """Number of statistics that travel."""
         return model.manifest.buffers_d if self.statistics == "mean" else 0
 
-    def plan(self, net: Network) -> Plan:
-        """How a device trains this network in a round."""
+    def plan(self, net: Network, samples: int) -> Plan:
+        """How a device with so many samples trains this network in a round."""
+        epochs = self.epochs or min(MOST_EPOCHS, max(1, STEPS // -(-samples // self.batch)))
         if net.units is None:
-            return Plan(self.epochs, self.batch, self.learning_rate(net.model), self.momentum, self.cosine)
+            return Plan(epochs, self.batch, self.learning_rate(net.model), self.momentum, self.cosine)
         rate = self.prune_lr or self.lr or self.usual_lr
-        return Plan(self.prune_epochs, self.batch, rate, self.momentum, cosine=True)
+        return Plan(self.prune_epochs or 2 * epochs, self.batch, rate, self.momentum, cosine=True)
 
-    def personal_plan(self, net: Network) -> Plan:
-        """How a device makes its personal model."""
+    def personal_plan(self, net: Network, samples: int) -> Plan:
+        """How a device with so many samples makes its personal model."""
         rate = self.learning_rate(net.origin.model) * PERSONAL_RATE
-        return replace(self.plan(net), epochs=self.personal_epochs, rate=rate)
+        return replace(self.plan(net, samples), epochs=self.personal_epochs, rate=rate)
