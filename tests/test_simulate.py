@@ -487,6 +487,7 @@ def test_a_method_whose_code_raises_leaves_the_others_results_and_names_its_line
     two = config(methods={"coupled": {}, "standalone": {"epochs": 1}}, processes=1)
     assert set(run_all(two, bundle, devices, failed=failures.__setitem__)) == {"standalone"}
     said = str(failures["coupled"])
+    assert said.startswith("failed in ")  # the label stands before it
     assert "test_simulate.py, line " in said
     assert "raise ZeroDivisionError(" in said
     assert said.count("nothing left") == 2

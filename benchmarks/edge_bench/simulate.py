@@ -345,18 +345,18 @@ def run_all(
         except Exception as error:
             if failed is None:
                 raise
-            failed(label, error if isinstance(error, MaskfleetError) else _blamed(label, method, error))
+            failed(label, error if isinstance(error, MaskfleetError) else _blamed(method, error))
     start = starting_scores(bundle, trainer, devices) if results else None
     return {label: replace(result, start=start) for label, result in results.items()}
 
 
-def _blamed(label: str, method: Method, error: Exception) -> MaskfleetError:
+def _blamed(method: Method, error: Exception) -> MaskfleetError:
     """The error of a method whose code raised something that is none of the project's own errors."""
     if os.environ.get("MASKFLEET_DEBUG"):
         traceback.print_exception(error)
     package = type(method).__module__
     where = place_of(error) or ("maskfleet itself" if package.startswith("edge_client.") else package)
-    return ConfigError(f"{label} failed in {where}: {described(error)}; MASKFLEET_DEBUG=1 shows the traceback")
+    return ConfigError(f"failed in {where}: {described(error)}; MASKFLEET_DEBUG=1 shows the traceback")
 
 
 def starting_scores(bundle: Bundle, trainer: Trainer, devices: Mapping[str, DeviceData]) -> Scores | None:
