@@ -24,9 +24,10 @@ from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, MaskfleetError
 from edge_client.methods import make_method
 from edge_client.methods.coupled import Coupled
+from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.messages import FederationConfig
-from edge_client.protocol.payload import Payload
+from edge_client.protocol.payload import HEADER_BYTES, Payload
 from edge_client.task import Course, Local, Task
 from edge_client.training import open_trainer
 
@@ -474,6 +475,19 @@ def test_the_result_file_has_the_form_of_the_schema_and_makes_a_data_frame_in_a_
     pandas = pytest.importorskip("pandas")
     frame = pandas.json_normalize(json.load(out.open()), "rows")
     assert frame.groupby("method")["score_after"].max().between(0, 1).all()
+
+
+def test_an_update_that_a_coordinator_would_refuse_as_too_large_ends_the_method(
+    bundle: Bundle, devices: dict[str, DeviceData], results: dict[str, Simulated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = round(simulated(results["fedavg"], bundle.model())["bytes_up_per_device_round"])
+    one = config(methods={"fedavg": METHODS["fedavg"]}, rounds=1)
+    monkeypatch.setattr(FedAvg, "update_limit", lambda self, model: size - HEADER_BYTES)
+    assert set(run_all(one, bundle, devices)) == {"fedavg"}
+    monkeypatch.setattr(FedAvg, "update_limit", lambda self, model: size - HEADER_BYTES - 1)
+    said = rf"in round 1 has {size} bytes, .* at most {size - 1} of 'fedavg'; choose settings that send less"
+    with pytest.raises(ConfigError, match=said):
+        run_all(one, bundle, devices)
 
 
 def test_a_method_whose_code_raises_leaves_the_others_results_and_names_its_line(

@@ -129,11 +129,18 @@ class Simulation:
         """The round of every device in `places`; yields each with its update's digest, or how it failed."""
         self.lose(round_, places)
         outcomes = self.workers.train(round_, *self.turns(round_, places))
+        limit = aggregation.update_limit(self.method, self.course)
         for (device, place), outcome in zip(places.items(), outcomes, strict=True):
             if isinstance(outcome, Lost):
                 self.lost(device)
                 yield device, outcome
                 continue
+            if len(outcome.update) > limit:
+                raise ConfigError(
+                    f"the update of {device!r} in round {round_} has {len(outcome.update)} bytes, but a coordinator "
+                    f"accepts at most {limit} of {self.method.name!r}; choose settings that send less, or, in a method "
+                    "of your own, a larger `update_limit`"
+                )
             self.kept[device], record = outcome.kept, self.records.get(device)
             a = Assignment(self.course, round_, device, place)
             self.updates[device] = aggregation.check_update(self.method, a, self.state, record, outcome.update)
