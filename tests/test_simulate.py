@@ -25,6 +25,7 @@ from edge_client.errors import BundleError, ConfigError, MaskfleetError
 from edge_client.methods import make_method
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.lattice import Lattice
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.payload import HEADER_BYTES, Payload
@@ -488,6 +489,17 @@ def test_an_update_that_a_coordinator_would_refuse_as_too_large_ends_the_method(
     said = rf"in round 1 has {size} bytes, .* at most {size - 1} of 'fedavg'; choose settings that send less"
     with pytest.raises(ConfigError, match=said):
         run_all(one, bundle, devices)
+
+
+def test_lattice_s_updates_are_within_their_limit_at_the_least_quantum() -> None:
+    (least,) = (bound.ge for bound in Lattice.model_fields["quantum"].metadata if hasattr(bound, "ge"))
+    wide = find_bundle("digits-wide")
+    settings = {"quantum": least, "budget": 1}
+    one = config(bundle="digits-wide", methods={"lattice": settings}, rounds=2, cohort=1, final_epochs=False)
+    (row, _) = run_all(one, wide, datasets.load(DIGITS, 5, wide.manifest))["lattice"].rows
+    assert row.record.traffic.up["moves"] < 0.75 * Lattice().update_limit(wide.model())
+    with pytest.raises(ConfigError, match=rf"quantum = .*greater than or equal to {least}"):
+        make_method({"name": "lattice", "quantum": least / 2})
 
 
 def test_a_method_whose_code_raises_leaves_the_others_results_and_names_its_line(

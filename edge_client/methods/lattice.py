@@ -129,7 +129,7 @@ class Lattice(Settings):
         return grid(model.manifest).size
 
     def update_limit(self, model: Model) -> int:
-        """A byte a parameter, which a quantum of a hundredth of an rms would take; 4 a statistic and a tensor."""
+        """A byte a parameter, more than the first round takes at the least `quantum`; 4 a statistic and a tensor."""
         part = grid(model.manifest)
         return part.size + 1024 + 4 * self.buffers(model) + 4 * len(part.blocks)
 
