@@ -17,7 +17,8 @@ from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import make_method, signs
-from edge_client.methods.hidenseek import UNITS, HideNseek, Kept, Received, channels, packed, widened
+from edge_client.methods.hidenseek import UNITS, HideNseek, Kept, Received, widened
+from edge_client.methods.units import chosen, unpacked
 from edge_client.narrow import narrow
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Personal
@@ -165,7 +166,7 @@ def test_a_late_device_needs_no_history(down: Any, keep: float) -> None:
         fleet.play("a", "b")
     late = fleet.personal("z")
     method, small = fleet.method, fleet.method.small(fleet.course, fleet.state.units)  # type: ignore[attr-defined]
-    n = narrow(M, channels(M, fleet.state.units))
+    n = unpacked(M, fleet.state.units).small
     due = 2 * fleet.state.signs.plus.astype(int) >= fleet.state.signs.votes
     own = replace(late, parameters=late.parameters[n.parameters])
     assert np.array_equal(signs_of(method, small.model, own) > 0, due)
@@ -214,16 +215,15 @@ def test_what_was_pruned_is_zero_and_no_sign_of_it_travels() -> None:
     fleet = Fleet(HideNseek(epochs=1, keep=0.6, codec="bits"))
     fleet.play("a")
     fleet.play("a")
-    kept = channels(M, fleet.state.units)
-    size = {g.name: len(kept.get(g.name, np.arange(g.size))) for g in M.groups}
+    kept = unpacked(M, fleet.state.units).channels
+    size = {name: len(left) for name, left in kept.items()}
     assert sum(size.values()) == round(0.6 * 13)
     due = 6 * size["0"] + size["0"] * size["1"]
     assert fleet.updates["a"].arrays["changes.bits"].nbytes == bits.size(due)
     assert fleet.method.exchanged(first_model(M)) == due
     for model in (fleet.trained["a"], fleet.personal("a")):
         rows = model.parameters[M.tensors["0.w"].span].reshape(8, 6)
-        live = kept.get("0", np.arange(8))
-        assert np.flatnonzero(rows.any(axis=1)).tolist() == live.tolist()
+        assert np.flatnonzero(rows.any(axis=1)).tolist() == kept["0"].tolist()
         assert model.mask is not None
         assert np.array_equal(model.mask[M.tensors["0.w"].span].reshape(8, 6).any(axis=1), rows.any(axis=1))
         assert not model.parameters[~model.mask].any()
@@ -233,24 +233,24 @@ def test_a_model_of_the_smaller_network_keeps_its_statistics_and_what_fits_other
     statistic = Tensor(name="mean", shape=(3,), offset=0, init=Init(kind="constant", scale=0))
     m = M.model_copy(update={"buffers": (statistic,)})
     kept = {"0": np.array([1, 4])}
-    n, units = narrow(m, kept), packed(m, kept)
+    n, units = narrow(m, kept), chosen(m, kept)
     values, statistics = np.arange(1, n.manifest.d + 1, dtype=np.float32), np.array([1, 2, 3], np.float32)
     whole = widened(first_model(m), units, Personal(values, statistics))
     assert whole.buffers.tolist() == [1, 2, 3]
     assert whole.parameters[n.parameters].tolist() == values.tolist()
     assert np.count_nonzero(whole.parameters) == n.manifest.d
     own = signs.Kept(np.zeros(2, np.float32), statistics)
-    received = Received(signs.Received(np.zeros(2, np.uint8), 1), units)
-    assert HideNseek().own(Kept(own, units), received) is own
-    assert HideNseek().own(Kept(own, packed(m, {})), received) is None
+    received = Received(signs.Received(np.zeros(2, np.uint8), 1), units.packed)
+    assert HideNseek().own(Kept(own, units.packed), received) is own
+    assert HideNseek().own(Kept(own, chosen(m, {}).packed), received) is None
     assert HideNseek().own(None, received) is None
 
 
 def test_training_the_smaller_network_is_training_the_whole_one_with_zeros() -> None:
     fleet = Fleet(HideNseek(epochs=1, keep=0.6))
     t = fleet.task("a")
-    small = t.narrow(channels(M, fleet.state.units))
-    n = narrow(M, channels(M, fleet.state.units))
+    units = unpacked(M, fleet.state.units)
+    small, n = t.narrow(units.channels), units.small
     wide = np.zeros(M.d, np.float32)
     wide[n.parameters] = small.assignment.model.parameters
     batch = next(iter(t.batches(1, 8)))
@@ -263,8 +263,8 @@ def test_training_the_smaller_network_is_training_the_whole_one_with_zeros() -> 
 
 def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
     method = HideNseek(keep=0.5, prune_layers=("1",))
-    assert {k: len(v) for k, v in method.prune(first_model(M)).items()} == {"1": 2}
-    assert HideNseek(keep=1).prune(first_model(M)) == {}
+    assert {k: len(v) for k, v in method.prune(first_model(M)).channels.items()} == {"0": 8, "1": 2}
+    assert HideNseek(keep=1).prune(first_model(M)).alive.all()
     with pytest.raises(ConfigError, match=r"none of the channel groups \['0', '1'\]"):
         HideNseek(prune_layers=("conv",)).start(course(M))
     with pytest.raises(ConfigError, match=r"has no channel groups, so no unit can be pruned; set keep = 1"):
@@ -340,9 +340,11 @@ def test_a_malformed_downlink_is_refused_in_words(down: Any) -> None:
 
 def test_the_units_are_bits_over_all_groups_in_order() -> None:
     kept = {"0": np.array([0, 7]), "1": np.array([2])}
-    assert packed(M, kept).tolist() == [0b10000001, 0b00100]
-    assert {k: v.tolist() for k, v in channels(M, packed(M, kept)).items()} == {"0": [0, 7], "1": [2]}
-    assert channels(M, packed(M, {})) == {}
+    packed = chosen(M, kept).packed
+    assert packed.tolist() == [0b10000001, 0b00100]
+    assert {k: v.tolist() for k, v in unpacked(M, packed).channels.items()} == {"0": [0, 7], "1": [2]}
+    assert chosen(M, {"1": kept["1"]}).packed.tolist() == [0b11111111, 0b00100]
+    assert chosen(M, {}).alive.all()
 
 
 # --- all sign methods in the simulator, with the real engine

@@ -260,7 +260,7 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def played(budget: float, average: float = 0.0) -> list[int]:
-        fleet = Fleet(Lattice(epochs=1, quantum=0.1, lr=0.1, budget=budget, average=average), THREE, rounds=14)
+        fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=budget, average=average), THREE, rounds=14)
         for _ in range(14):
             fleet.play(*"abc")
         if budget < 1e9:
@@ -272,8 +272,8 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
     assert played(1.0) == [0] * 14
     assert played(1e9) == [0, 0, 3, 6, *[8] * 10]  # to HIGHEST; the first round says little of the later ones
     assert played(1e9, average=0.9) == [0] * 14
-    assert played(3.0) == [0, 0, *[1] * 12]
-    assert played(6.0)[:6] == [0, 0, 2, 3, 4, 4]
+    assert played(5.0) == [0, 0, *[1] * 12]
+    assert played(10.0)[:6] == [0, 0, 2, 3, 4, 5]
 
 
 def absences(fleet: Fleet, cohorts: list[list[str]], lost: str = "") -> float:
@@ -346,7 +346,7 @@ def test_cells_rise_first_and_only_where_devices_are_many_rounds_apart() -> None
 
 def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = Fleet(Lattice(epochs=1, quantum=0.1, lr=0.1, budget=1.0), THREE, rounds=14)
+    fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1.0), THREE, rounds=14)
     fleet.play(*"abc")
     fleet.play(*"abc")
     course, state = fleet.course, fleet.state
@@ -357,7 +357,7 @@ def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatc
         late = min(away, 2)
         down = len(fleet.method.downlink(course, 3, now, Record(3 - late)).arrays[CHANGE])
         fresh = len(fleet.method.downlink(course, 3, now, Record(2)).arrays[CHANGE])
-        method = Lattice(epochs=1, quantum=0.1, lr=0.1, budget=8 * D * share / (away**0.5 * fresh), average=0.0)
+        method = Lattice(epochs=1, quantum=0.25, lr=0.1, budget=8 * D * share / (away**0.5 * fresh), average=0.0)
         after = method.levelled(course, 2, replace(now, spent=-float(down)), Total(np.zeros(D), Mean(0), sizes=[0]))
         return after.level - MIDDLE, after.coarser
 
@@ -370,7 +370,7 @@ def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = Fleet(Lattice(epochs=1, quantum=0.02, lr=0.1, budget=6.0), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=6.0), THREE)
     fleet.play(*"abc", gain=-1.0)
     for round_ in range(2, 9):
         fleet.play("a", "b", gain=1.0 if round_ > 6 else -1.0)

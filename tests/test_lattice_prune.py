@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from channel_groups import between
-from edge_kernels.channels import LayerKind
+from edge_kernels.channels import ChannelGroup, LayerKind, Place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lattice_fleet import Fleet, pull, samples
@@ -100,6 +100,12 @@ def test_behind_a_batch_norm_the_scale_counts_and_not_the_incoming_weights() -> 
     assert np.allclose(score(m.groups[0], t), due)
 
 
+def test_a_channel_that_no_layer_reads_counts_by_its_incoming_weights() -> None:
+    t = {name: np.random.default_rng(1).standard_normal((4, 3)).astype(np.float32) for name in "qk"}
+    group = ChannelGroup("q", 4, (Place("q", 0, "makes"), Place("k", 0, "makes")))
+    assert np.allclose(score(group, t), [np.hypot(*(np.linalg.norm(t[name][i]) for name in "qk")) for i in range(4)])
+
+
 def test_the_entries_of_a_flattened_channel_count_together_and_convolutions_keep_more() -> None:
     rng = np.random.default_rng(1)
     t = {"c": rng.standard_normal((3, 2, 3, 3)), "l": rng.standard_normal((4, 12))}
@@ -114,6 +120,8 @@ def test_the_entries_of_a_flattened_channel_count_together_and_convolutions_keep
     assert share(kinds("conv", "linear"), group, 0.4) == pytest.approx(0.4**0.5)
     assert share(M, M.groups[0], 0.4) == 0.4
     assert share(kinds("linear", "lstm"), group, 0.4) == 1.0
+    without = M.model_copy(update={"layers": (Layer(name="c", kind="linear", weights=("c",)),)})
+    assert share(without, group, 0.4) == 1.0  # "l" is a GRU's weight, say
 
 
 def test_equal_scores_keep_the_units_of_lower_index() -> None:

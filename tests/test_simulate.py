@@ -24,9 +24,11 @@ from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, MaskfleetError
 from edge_client.methods import make_method
 from edge_client.methods.coupled import Coupled
+from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.lattice import Lattice
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.messages import FederationConfig
-from edge_client.protocol.payload import Payload
+from edge_client.protocol.payload import HEADER_BYTES, Payload
 from edge_client.task import Course, Local, Task
 from edge_client.training import open_trainer
 
@@ -476,6 +478,30 @@ def test_the_result_file_has_the_form_of_the_schema_and_makes_a_data_frame_in_a_
     assert frame.groupby("method")["score_after"].max().between(0, 1).all()
 
 
+def test_an_update_that_a_coordinator_would_refuse_as_too_large_ends_the_method(
+    bundle: Bundle, devices: dict[str, DeviceData], results: dict[str, Simulated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = round(simulated(results["fedavg"], bundle.model())["bytes_up_per_device_round"])
+    one = config(methods={"fedavg": METHODS["fedavg"]}, rounds=1)
+    monkeypatch.setattr(FedAvg, "update_limit", lambda self, model: size - HEADER_BYTES)
+    assert set(run_all(one, bundle, devices)) == {"fedavg"}
+    monkeypatch.setattr(FedAvg, "update_limit", lambda self, model: size - HEADER_BYTES - 1)
+    said = rf"in round 1 has {size} bytes, .* at most {size - 1} of 'fedavg'; choose settings that send less"
+    with pytest.raises(ConfigError, match=said):
+        run_all(one, bundle, devices)
+
+
+def test_lattice_s_updates_are_within_their_limit_at_the_least_quantum() -> None:
+    (least,) = (bound.ge for bound in Lattice.model_fields["quantum"].metadata if hasattr(bound, "ge"))
+    wide = find_bundle("digits-wide")
+    settings = {"quantum": least, "budget": 1}
+    one = config(bundle="digits-wide", methods={"lattice": settings}, rounds=2, cohort=1, final_epochs=False)
+    (row, _) = run_all(one, wide, datasets.load(DIGITS, 5, wide.manifest))["lattice"].rows
+    assert row.record.traffic.up["moves"] < 0.75 * Lattice().update_limit(wide.model())
+    with pytest.raises(ConfigError, match=rf"quantum = .*greater than or equal to {least}"):
+        make_method({"name": "lattice", "quantum": least / 2})
+
+
 def test_a_method_whose_code_raises_leaves_the_others_results_and_names_its_line(
     bundle: Bundle, devices: dict[str, DeviceData], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,6 +513,7 @@ def test_a_method_whose_code_raises_leaves_the_others_results_and_names_its_line
     two = config(methods={"coupled": {}, "standalone": {"epochs": 1}}, processes=1)
     assert set(run_all(two, bundle, devices, failed=failures.__setitem__)) == {"standalone"}
     said = str(failures["coupled"])
+    assert said.startswith("failed in ")  # the label stands before it
     assert "test_simulate.py, line " in said
     assert "raise ZeroDivisionError(" in said
     assert said.count("nothing left") == 2

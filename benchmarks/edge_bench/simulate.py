@@ -129,11 +129,18 @@ class Simulation:
         """The round of every device in `places`; yields each with its update's digest, or how it failed."""
         self.lose(round_, places)
         outcomes = self.workers.train(round_, *self.turns(round_, places))
+        limit = aggregation.update_limit(self.method, self.course)
         for (device, place), outcome in zip(places.items(), outcomes, strict=True):
             if isinstance(outcome, Lost):
                 self.lost(device)
                 yield device, outcome
                 continue
+            if len(outcome.update) > limit:
+                raise ConfigError(
+                    f"the update of {device!r} in round {round_} has {len(outcome.update)} bytes, but a coordinator "
+                    f"accepts at most {limit} of {self.method.name!r}; choose settings that send less, or, in a method "
+                    "of your own, a larger `update_limit`"
+                )
             self.kept[device], record = outcome.kept, self.records.get(device)
             a = Assignment(self.course, round_, device, place)
             self.updates[device] = aggregation.check_update(self.method, a, self.state, record, outcome.update)
@@ -345,18 +352,18 @@ def run_all(
         except Exception as error:
             if failed is None:
                 raise
-            failed(label, error if isinstance(error, MaskfleetError) else _blamed(label, method, error))
+            failed(label, error if isinstance(error, MaskfleetError) else _blamed(method, error))
     start = starting_scores(bundle, trainer, devices) if results else None
     return {label: replace(result, start=start) for label, result in results.items()}
 
 
-def _blamed(label: str, method: Method, error: Exception) -> MaskfleetError:
+def _blamed(method: Method, error: Exception) -> MaskfleetError:
     """The error of a method whose code raised something that is none of the project's own errors."""
     if os.environ.get("MASKFLEET_DEBUG"):
         traceback.print_exception(error)
     package = type(method).__module__
     where = place_of(error) or ("maskfleet itself" if package.startswith("edge_client.") else package)
-    return ConfigError(f"{label} failed in {where}: {described(error)}; MASKFLEET_DEBUG=1 shows the traceback")
+    return ConfigError(f"failed in {where}: {described(error)}; MASKFLEET_DEBUG=1 shows the traceback")
 
 
 def starting_scores(bundle: Bundle, trainer: Trainer, devices: Mapping[str, DeviceData]) -> Scores | None:

@@ -49,8 +49,8 @@ Total = tuple[Tally, Tally, Mean, dict[str, Held]]
 class State:
     """The averages: `share` float32[masked] in 0..1, `averaged` uint32[masked] the round an element last got one.
 
-    `levels` is the largest cohort so far: every share is a multiple of one over a cohort. `real` is the mean of the
-    float32 parameters that are sent.
+    A share is a multiple of one over the element's holders. `levels` is the largest cohort so far; a downlink of counts
+    rounds shares to multiples of one over it. `real` is the mean of the float32 parameters that are sent.
     """
 
     share: F32
@@ -89,7 +89,7 @@ class FedMask(PrunedMasks):
     codec: ExactCodecName = "auto"
     """The set codec of changed bits; `bits` takes one bit an element, like the paper."""
     down: Literal["bit", "count"] = "bit"
-    """What travels down: the re-binarised average (a tie is 1), or the average in steps of one over the cohort."""
+    """What travels down: the re-binarised average (a tie is 1), or the average to the nearest step of 1 / cohort."""
     state: Literal["global", "client"] = "global"
     """`client`: a device receives only the averages of rounds that it took part in."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
@@ -127,7 +127,8 @@ class FedMask(PrunedMasks):
         return "new" if record is None else digest(b"".join(a.tobytes() for a in to_arrays(record).values()))
 
     def due(self, course: Course, state: State, record: Record | None) -> tuple[F32, Bits]:
-        """The shares that a device receives and the bits it holds: of live elements, or of all without a record."""
+        """The shares that a device receives, rounded to what travels, and the bits it holds: of live elements, or of
+        all without a record."""
         share, known = state.share, self.first_mask(course)
         if record is not None:
             division = self.division(course.model)

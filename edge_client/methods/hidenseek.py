@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from edge_kernels import bits as bitset
 from edge_kernels import counter, synflow
 from edge_kernels.folding import Tally
-from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model, views
@@ -27,15 +25,12 @@ from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import ALL, Influence, signs
 from edge_client.methods.fedavg import Mean
 from edge_client.methods.signs import Packed, SignMasks, Update
-from edge_client.narrow import narrow
+from edge_client.methods.units import Units, chosen, unpacked
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
 from edge_client.training.gates import Gate, SignTanh
 
 UNITS = "units.bits"
-
-Channels = dict[str, NDArray[np.intp]]
-"""The channels that stay, ascending, by group; a group not named is whole."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +94,11 @@ class HideNseek(SignMasks):
 
     # --- pruning
 
-    def prune(self, model: Model) -> Channels:
-        """The channels that stay. Raises ConfigError where SynFlow cannot follow the bundle's layers."""
+    def prune(self, model: Model) -> Units:
+        """The units that stay. Raises ConfigError where SynFlow cannot follow the bundle's layers."""
         m, keep = model.manifest, self.keep
         if keep == 1:
-            return {}
+            return chosen(m, {})
         named = [g.name for g in m.groups if not self.prune_layers or g.name.startswith(self.prune_layers)]
         if not m.groups:
             raise ConfigError(
@@ -117,15 +112,16 @@ class HideNseek(SignMasks):
             )
         layers = [name for layer in m.layers for name in layer.weights]
         try:
-            return synflow.prune(views(m.parameters, model.parameters), layers, m.groups, named, keep, self.iterations)
+            kept = synflow.prune(views(m.parameters, model.parameters), layers, m.groups, named, keep, self.iterations)
         except ValueError as error:
             raise ConfigError(
                 f"SynFlow prunes layers in one row, bundle {m.name!r} has others: {error}; set keep = 1"
             ) from None
+        return chosen(m, kept)
 
     def small(self, course: Course, units: Packed) -> Course:
         """The federation on the smaller network."""
-        return replace(course, model=cut(course.model, channels(course.model.manifest, units)))
+        return replace(course, model=cut(course.model, read(course.model.manifest, units)))
 
     def exchanged(self, model: Model) -> int:
         """The signs of the smaller network."""
@@ -134,7 +130,7 @@ class HideNseek(SignMasks):
     # --- server half
 
     def start(self, course: Course) -> State:
-        units = packed(course.model.manifest, self.prune(course.model))
+        units = self.prune(course.model).packed
         return State(super().start(self.small(course, units)), units)
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
@@ -174,56 +170,39 @@ class HideNseek(SignMasks):
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """Train the smaller network."""
-        own = super().local_round(self.narrowed(task, received.units), self.own(kept, received), received.signs)
-        trained = widened(task.assignment.model, received.units, own.trained)
+        units = read(task.assignment.model.manifest, received.units)
+        own = super().local_round(narrowed(task, units), self.own(kept, received), received.signs)
+        trained = widened(task.assignment.model, units, own.trained)
         return replace(own, kept=Kept(own.kept, received.units), trained=trained)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
-        model = super().personal(self.narrowed(task, received.units), self.own(kept, received), received.signs)
-        return widened(task.assignment.model, received.units, model)
+        units = read(task.assignment.model.manifest, received.units)
+        model = super().personal(narrowed(task, units), self.own(kept, received), received.signs)
+        return widened(task.assignment.model, units, model)
 
     def own(self, kept: Kept | None, received: Received) -> signs.Kept | None:
         """What the device kept of the network that it received."""
         return kept.own if kept and np.array_equal(kept.units, received.units) else None
 
-    def narrowed(self, task: Task, units: Packed) -> Task:
-        """The task on the smaller network."""
-        kept = channels(task.assignment.model.manifest, units)
-        return task.narrow(kept) if kept else task
 
-
-def cut(model: Model, kept: Channels) -> Model:
-    """The network of the channels that stay, with the whole one's values."""
-    return narrow(model.manifest, kept).model(model) if kept else model
-
-
-def packed(m: Manifest, kept: Channels) -> Packed:
-    """The channels as bits over all groups."""
-    on = [np.isin(np.arange(g.size), kept.get(g.name, np.arange(g.size))) for g in m.groups]
-    return bitset.pack(np.concatenate(on)) if on else np.zeros(0, np.uint8)
-
-
-def channels(m: Manifest, units: Packed) -> Channels:
-    """The channels that bits name; only groups of which some went. Raises PayloadError."""
+def read(m: Manifest, units: Packed) -> Units:
+    """The units that bits name. Raises PayloadError."""
     try:
-        on = bitset.unpack(units, sum(g.size for g in m.groups))
+        return unpacked(m, units)
     except ValueError as error:
         raise PayloadError(f"the units are malformed: {error}; fetch the downlink again") from None
-    ends = np.cumsum([g.size for g in m.groups])[:-1]
-    parts = dict(zip((g.name for g in m.groups), np.split(on, ends), strict=False)) if m.groups else {}
-    if empty := [name for name, part in parts.items() if not part.any()]:
-        raise PayloadError(f"the units leave no channel of {empty}; fetch the downlink again")
-    return {name: np.flatnonzero(part) for name, part in parts.items() if not part.all()}
 
 
-def widened(model: Model, units: Packed, own: Personal) -> Personal:
+def cut(model: Model, units: Units) -> Model:
+    """The smaller network, with the whole one's values."""
+    return model if units.alive.all() else units.small.model(model)
+
+
+def narrowed(task: Task, units: Units) -> Task:
+    """The task on the smaller network."""
+    return task if units.alive.all() else task.narrow(units.channels)
+
+
+def widened(model: Model, units: Units, own: Personal) -> Personal:
     """A model of the smaller network as one of the whole: what went is 0."""
-    kept = channels(model.manifest, units)
-    if not kept:
-        return own
-    n = narrow(model.manifest, kept)
-    values, mask = np.zeros(model.parameters.size, np.float32), np.zeros(model.parameters.size, np.bool_)
-    values[n.parameters], mask[n.parameters] = own.parameters, True
-    buffers = model.buffers.copy()
-    buffers[n.buffers] = own.buffers
-    return Personal(values, buffers, mask)
+    return own if units.alive.all() else units.placed(own.parameters, own.buffers, model.buffers)

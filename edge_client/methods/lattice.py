@@ -129,7 +129,7 @@ class Lattice(Settings):
         return grid(model.manifest).size
 
     def update_limit(self, model: Model) -> int:
-        """A byte a parameter, which a quantum of a hundredth of an rms would take; 4 a statistic and a tensor."""
+        """A byte a parameter, more than the first round takes at the least `quantum`; 4 a statistic and a tensor."""
         part = grid(model.manifest)
         return part.size + 1024 + 4 * self.buffers(model) + 4 * len(part.blocks)
 
@@ -325,8 +325,9 @@ class Lattice(Settings):
         """The global model; after the last round trained on the device's samples, if that does not diverge."""
         net, parameters, buffers = received.net, received.parameters, received.statistics
         if self.personal_epochs and task.assignment.round > task.assignment.rounds:
+            plan = self.personal_plan(net, task.samples)
             with suppress(DivergedError):
-                own = train(net.task(task), parameters, buffers, self.personal_plan(net, task.samples), phase="personal")
+                own = train(net.task(task), parameters, buffers, plan, phase="personal")
                 parameters, buffers = own.parameters, own.buffers
         return net.personal(parameters, buffers)
 

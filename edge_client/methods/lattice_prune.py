@@ -1,9 +1,11 @@
 """Lattice's pruning: which units the server keeps, and its state after it.
 
 A unit's score is ||incoming weights|| * ||outgoing weights|| in the server's own model, so no device sends anything
-for it. Where a batch-norm follows, its scale stands for the incoming weights, whose norm it cancels. Linear layers keep
-the share `prune` of their units. Convolutions keep the square root of that share: they have few of the parameters,
-and the same share for all cost 10 points in a prototype on FEMNIST. Units of recurrent layers stay.
+for it. Where a batch-norm follows, its scale stands for the incoming weights, whose norm it cancels. Queries and keys
+of an attention have no outgoing weights: there the incoming ones count alone. Linear layers keep the share `prune` of
+their units. Convolutions keep the square root of that share: they have few of the parameters, and the same share for
+all cost 10 points in a prototype on FEMNIST. Units that any other layer makes or reads stay: those of an LSTM, GRU or
+RNN, and those before it.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[st
     network(course, packed)
     if unpacked(m, packed).alive.all():
         raise ConfigError(
-            f"prune = {prune} removes no unit of model {m.name!r}: its groups {[g.name for g in m.groups]} belong to "
-            "recurrent layers or are too small; leave prune out, or choose another model"
+            f"prune = {prune} removes no unit of model {m.name!r}: its groups {[g.name for g in m.groups]} are too "
+            "small, or belong to layers that are neither linear nor convolutions, such as recurrent ones; name a group "
+            "in prune_keep, leave prune out, or choose another model"
         )
 
 
@@ -74,15 +77,19 @@ def choose(manifest: Manifest, parameters: F32, prune: float, prune_keep: Mappin
 def share(manifest: Manifest, group: ChannelGroup, prune: float) -> float:
     """The share of its units that a group keeps."""
     kinds = {weight: layer.kind for layer in manifest.layers for weight in layer.weights}
-    if "lstm" in {kinds.get(p.tensor) for p in group.at("makes", "reads")}:
+    made, read = {kinds.get(p.tensor) for p in group.at("makes")}, {kinds.get(p.tensor) for p in group.at("reads")}
+    if not made | read <= {"linear", "conv"}:  # a GRU, which is no layer of the manifest, has the kind None
         return 1.0
-    return float(np.sqrt(prune)) if any(kinds.get(p.tensor) == "conv" for p in group.at("makes")) else prune
+    return float(np.sqrt(prune)) if "conv" in made else prune
 
 
 def score(group: ChannelGroup, tensors: Mapping[str, F32]) -> NDArray[np.float64]:
-    """||incoming|| * ||outgoing|| of each unit, float64[size]."""
+    """||incoming|| * ||outgoing|| of each unit, float64[size]; a norm of which there are no weights counts as 1."""
 
-    def norms(*roles: Role) -> NDArray[np.float64]:
-        return group_norms(by_channel(tensors[p.tensor], p, group.size) for p in group.at(*roles))
+    def norms(role: Role) -> NDArray[np.float64]:
+        places = group.at(role)
+        if not places:
+            return np.ones(group.size)
+        return group_norms(by_channel(tensors[p.tensor], p, group.size) for p in places)
 
     return norms("scales" if group.at("scales") else "makes") * norms("reads")

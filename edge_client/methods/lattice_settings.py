@@ -24,8 +24,9 @@ LEAST = 1536.0  # coded bytes of a device and round that the budget always allow
 class Settings(LocalSgd):
     """How fine the grid is, how devices train, what is pruned."""
 
-    quantum: Annotated[float, Field(gt=0, le=10_000)] = 2.5
-    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty."""
+    quantum: Annotated[float, Field(ge=0.25, le=10_000)] = 2.5
+    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty. With much finer
+    ones than the least, updates exceed `update_limit`, and moves 16 bits."""
     epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Of a round; 0: as many as 50 steps hold, at least one, at most five."""
     cosine: bool = False

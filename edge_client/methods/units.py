@@ -85,7 +85,13 @@ def whole(manifest: Manifest) -> Units:
             f"model {manifest.name!r} has no channel groups, so no unit can be pruned; choose a model with linear "
             "layers or convolutions one after the other, or another method"
         )
-    return Units(manifest, np.ones(sum(g.size for g in manifest.groups), np.bool_))
+    return chosen(manifest, {})
+
+
+def chosen(manifest: Manifest, kept: Channels) -> Units:
+    """The structure of the channels `kept`, by group; a group that it does not name is whole."""
+    parts = [np.isin(every := np.arange(g.size), kept.get(g.name, every)) for g in manifest.groups]
+    return Units(manifest, np.concatenate([*parts, np.zeros(0, np.bool_)]))
 
 
 def unpacked(manifest: Manifest, packed: Packed) -> Units:
