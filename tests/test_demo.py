@@ -21,7 +21,7 @@ from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.demo import SETTINGS, choose_data, settings
 from edge_bench.demo_report import CHOICE
 from edge_bench.processes import ProcessError, children
-from edge_bench.report import warnings
+from edge_bench.report import warn, warnings
 from edge_bench.simulation_file import find_bundle
 from federation import PATIENCE
 from processes import ended
@@ -193,6 +193,17 @@ def test_a_method_above_its_start_but_below_half_of_the_best_is_named() -> None:
     records["fedpm"]["score_start"] = 0.3  # then that says it
     (said,) = warnings(records, methods)
     assert "below the bundle's own start (0.300)" in said
+
+
+def test_hermes_whose_devices_all_stay_whole_is_named_whatever_it_scores() -> None:
+    methods = {"h": make_method({"name": "hermes"}), "fedavg": make_method({"name": "fedavg"})}
+    scores = {"score_mean": 0.9, "score_start": 0.1}
+    (said,) = warnings({"h": {**scores, "kept_share": 1.0}, "fedavg": {**scores, "kept_share": 1.0}}, methods)
+    assert said.startswith("h: nothing was pruned: no validation score was above threshold = 0.5")
+    out = io.StringIO()
+    warn(Console(file=out), [said])
+    assert "([data] validation in a simulation)" in " ".join(out.getvalue().split())  # brackets are no markup
+    assert warnings({"h": {**scores, "kept_share": 0.99}, "fedavg": scores}, methods) == []
 
 
 def a_round(round_: int, up: int, before: float, last: int = 0) -> Round:

@@ -141,7 +141,7 @@ def federation(ended: Ended, start: Scores | None = None) -> Record:
 
 
 def warnings(records: Mapping[str, Record], methods: Mapping[str, Method], tested: int = FEW) -> list[str]:
-    """Sentences on methods that end badly, and on updates that the guard limited.
+    """Sentences on methods that end badly or should have pruned, and on updates that the guard limited.
 
     Badly is below the bundle's own start, below training alone when Standalone ran, or, failing these, below half of
     the best method. This holds for Standalone too. `tested` test samples of all devices decide nothing within two
@@ -161,6 +161,8 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method], teste
                 hint = f"epochs = {epochs}, as {alone} has (here {fewer}), then {hint}"
         if limited := guard.said(r.get("guarded", 0)):
             found.append(f"{label}: {limited}")
+        if r.get("kept_share") == 1 and (unpruned := methods[label].unpruned()):
+            found.append(f"{label}: {unpruned}")
         if score is None:
             continue
         worse = {than: base for than, base in bases.items() if base is not None and score < base - least}
@@ -173,7 +175,8 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method], teste
 def warn(console: Console, sentences: list[str]) -> None:
     """Print a paragraph for each sentence, after an empty line."""
     if sentences:
-        console.print("", *(textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences), sep="\n")
+        paragraphs = (textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences)
+        console.print("", *paragraphs, sep="\n", markup=False)
 
 
 def outcome(r: Round) -> str:

@@ -315,7 +315,7 @@ def run_all(
     methods = {label: make_method({"name": label, **table}) for label, table in config.methods.items()}
     trainer = open_trainer(config.backend, bundle, config.threads)
     course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
-    warn([f"{label}: {said}" for label, method in methods.items() if (said := method.caution(course))])
+    warn([f"{label}: {said}" for label, method in methods.items() if (said := _caution(method, course))])
     address = digest((bundle.folder / MANIFEST).read_bytes())
     results = {}
     for label, method in methods.items():
@@ -348,6 +348,14 @@ def run_all(
             failed(label, error if isinstance(error, MaskfleetError) else _blamed(label, method, error))
     start = starting_scores(bundle, trainer, devices) if results else None
     return {label: replace(result, start=start) for label, result in results.items()}
+
+
+def _caution(method: Method, course: Course) -> str | None:
+    """What the method says beforehand; None where it refuses the model, which its run then says."""
+    try:
+        return method.caution(course)
+    except ConfigError:
+        return None
 
 
 def _blamed(label: str, method: Method, error: Exception) -> MaskfleetError:

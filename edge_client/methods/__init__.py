@@ -128,6 +128,10 @@ class Method(BaseModel):
         """
         return None
 
+    def unpruned(self) -> str | None:
+        """What to say when the network of no device is pruned in the end, in a sentence; None: nothing."""
+        return None
+
     @abstractmethod
     def exchanged(self, model: Model) -> int:
         """Parameters the method exchanges: what bits per parameter are counted over."""

@@ -67,9 +67,10 @@ class DeltaMask(BernoulliMasks):
         return self.codec or ("entropy" if self.by_difference(model) else "fuse8-png")
 
     def caution(self, course: Course) -> str | None:
-        """That a filter by differences moves theta everywhere."""
-        if self.codec is None or codecs.codec(self.codec).exact or not self.by_difference(course.model):
-            return super().caution(course)
+        """That no mask is sent, or that a filter by differences moves theta everywhere."""
+        said = super().caution(course)
+        if said or self.codec is None or codecs.codec(self.codec).exact or not self.by_difference(course.model):
+            return said
         return (
             f"the false positives of codec {self.codec!r} move theta in every round, also where devices learn nothing; "
             'codec = "entropy" has none'

@@ -190,7 +190,11 @@ class FedMap(LocalSgd):
     # --- what both sides know
 
     def caution(self, course: Course) -> str | None:
-        """That momentum and FedDR's reflection do not go together."""
+        """That no pruning comes; that momentum and FedDR's reflection do not go together."""
+        if not self.prunings(course, course.rounds):
+            return (
+                f"every = {self.every}, but rounds = {course.rounds}: nothing is pruned; make rounds larger than every"
+            )
         if self.dr is None or not self.momentum:
             return super().caution(course)
         return (

@@ -151,6 +151,15 @@ class Hermes(LocalSgd):
         name = {} if units.alive.all() else {"structure": units.digest}
         return Payload({"parameters": state.parameters[units.places]}, name)
 
+    def unpruned(self) -> str | None:
+        """Only the devices know their validation scores, so that the gate stayed closed is known at the end."""
+        if self.target == 1:
+            return None
+        return (
+            f"nothing was pruned: no validation score was above threshold = {self.threshold:g}, and it is 0 without "
+            "validation samples; give the devices some ([data] validation in a simulation), or lower threshold"
+        )
+
     def exchanged(self, model: Model) -> int:
         return model.manifest.d
 
