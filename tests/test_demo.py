@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from federation import PATIENCE
 from processes import ended
 from rich.console import Console
 
+from edge_client.bundle import Model
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import Latency
 from edge_client.methods import make_method
@@ -162,7 +164,7 @@ def test_a_method_below_its_start_or_below_training_alone_is_named_with_what_hel
     assert warnings({"mine": {**good, "score_mean": 0.7}, "standalone": good}, methods, tested=12) == []
     assert len(warnings({"mine": {**good, "score_mean": 0.6}, "standalone": good}, methods, tested=12)) == 1
     assert len(warnings({"mine": {**good, "score_mean": 0.7}, "standalone": good}, methods, tested=200)) == 1
-    hint = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
+    hint = "theta0 = 0.5 for weights from a seed, then more epochs, then lr and more rounds"
     assert alone == f"mine ends at 0.500, below training alone (0.900); what most often helps: {hint}"
     start, alone = warnings({"mine": bad, "standalone": good}, methods)
     assert "below the bundle's own start (0.100)" in start
@@ -193,6 +195,24 @@ def test_a_method_above_its_start_but_below_half_of_the_best_is_named() -> None:
     records["fedpm"]["score_start"] = 0.3  # then that says it
     (said,) = warnings(records, methods)
     assert "below the bundle's own start (0.300)" in said
+
+
+def test_more_epochs_are_advised_with_their_number_and_after_what_random_weights_need_first() -> None:
+    record, trained = {"score_mean": 0.5, "score_start": 0.1}, find_bundle("digits").model()
+    assert trained.manifest.seed is not None
+    drawn, better = trained, {"score_mean": 0.9, "score_start": 0.1}
+    trained = replace(drawn, manifest=drawn.manifest.model_copy(update={"seed": None}))
+
+    def said(name: str, model: Model | None, **table: Any) -> str:
+        methods = {"mine": make_method({"name": name, **table}), "alone": make_method({"name": "standalone"})}
+        (sentence,) = warnings({"mine": record, "alone": better}, methods, model=model)
+        return sentence.partition("most often helps: ")[2]
+
+    epochs = "epochs = 5, as alone has (here 1), then "
+    assert said("coupled", drawn) == f"theta0 = 0.5, then {epochs}lr and more rounds"
+    assert said("coupled", drawn, theta0=0.5) == said("coupled", trained) == f"{epochs}lr and more rounds"
+    assert said("coupled", drawn, theta0=0.5, epochs=5) == "more epochs, then lr and more rounds"
+    assert said("fedavg", None, epochs=1) == f"{epochs}lr, then more rounds"
 
 
 def test_hermes_whose_devices_all_stay_whole_is_named_whatever_it_scores() -> None:

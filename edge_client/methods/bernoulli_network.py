@@ -21,7 +21,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError
-from edge_client.methods import Method, pretrained
+from edge_client.methods import MORE_EPOCHS, Method, pretrained
 from edge_client.methods.theta import F64
 from edge_client.parts import Part, tensors
 from edge_client.task import Assignment, Course, Personal
@@ -92,6 +92,13 @@ class MaskedNetwork(Method):
     def probing(self, model: Model) -> int:
         """The number of rounds that train the head; they come first."""
         return self.probe_rounds if self.head_of(model) == "probe" else 0
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        """From a random network hardly any weight is worth keeping at first, so theta0 comes before the epochs."""
+        then = (MORE_EPOCHS, "lr and more rounds")
+        if self.theta0 <= 0.5 or (model is not None and pretrained(model)):
+            return then
+        return ("theta0 = 0.5" if model is not None else "theta0 = 0.5 for weights from a seed", *then)
 
     def caution(self, course: Course) -> str | None:
         """That no round is left for masks."""

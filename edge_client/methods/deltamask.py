@@ -41,7 +41,6 @@ class DeltaMask(BernoulliMasks):
     """Bernoulli masks: filtered changes up, probabilities down."""
 
     name: ClassVar[str] = "deltamask"
-    hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
 
     codec: SetCodecName | None = None
     """The set codec of the changes (docs/codecs.md). None: "fuse8-png", the paper's; by differences "entropy"."""

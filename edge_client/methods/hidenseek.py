@@ -73,7 +73,6 @@ class HideNseek(SignMasks):
     """Signs on the frozen magnitudes of a network pruned by SynFlow."""
 
     name: ClassVar[str] = "hidenseek"
-    hint: ClassVar[str] = "lr, then a larger keep"
     state_type: ClassVar[type[Any]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Any]] = Kept
@@ -86,6 +85,9 @@ class HideNseek(SignMasks):
     """Channel groups to prune, by name or beginning of a name; none named: all."""
     iterations: Annotated[int, Field(ge=1, le=10_000)] = 100
     """Steps of the pruning."""
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        return ("lr", "a larger keep") if self.keep < 1 else ("lr",)
 
     def magnitudes(self, model: Model) -> F32:
         """The frozen |W|."""

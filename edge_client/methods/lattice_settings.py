@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
-from edge_client.methods import lattice_grid
+from edge_client.methods import MORE_EPOCHS, lattice_grid
 from edge_client.methods.lattice_grid import MIDDLE, grid
 from edge_client.methods.lattice_network import Network
 from edge_client.methods.lattice_train import Plan
@@ -62,6 +62,9 @@ class Settings(LocalSgd):
             if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"{name} = {value!r} changes nothing without pruning; set prune too, or leave it out")
         return self
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        return MORE_EPOCHS, "lr", "a smaller quantum"
 
     def unit(self, course: Course, each: F32) -> F32:
         """What one count moves a weight of each tensor, float32[tensors]."""
