@@ -104,6 +104,7 @@ class HideNseek(SignMasks):
     def prune(self, model: Model) -> Channels:
         """The channels that stay. Raises ConfigError where SynFlow cannot follow the bundle's layers."""
         m, keep = model.manifest, self.keep
+        self.division(model)  # a model without a layer to mask is refused here, before any advice on pruning
         if keep == 1:
             return {}
         named = [g.name for g in m.groups if not self.prune_layers or g.name.startswith(self.prune_layers)]
