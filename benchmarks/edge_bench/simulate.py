@@ -181,9 +181,9 @@ class Simulation:
 
     def look(self, round_: int) -> Scores | None:
         """Every device's score from the downlink of `round_`. The run goes on unchanged."""
-        records, downlinks, vain = dict(self.records), dict(self.downlinks), self.vain
+        records, vain = dict(self.records), self.vain
         found = self.evaluate(round_, Evaluation())
-        self.records, self.downlinks, self.vain = records, downlinks, vain
+        self.records, self.vain = records, vain
         return self.scores([e.score for e in found.values()])
 
     def scores(self, values: Sequence[float]) -> Scores | None:
