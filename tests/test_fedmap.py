@@ -341,7 +341,7 @@ def test_a_run_too_short_for_the_first_pruning_is_cautioned_against(schedule: An
     for rounds in (4, 5):
         c = course(M, rounds)
         whole = method.remaining(c, rounds, prunable_) == prunable_
-        said = "every = 4, but rounds = 4: nothing is pruned; make rounds larger than every" if whole else None
+        said = "every = 4, but rounds = 4: nothing is pruned; raise rounds above every" if whole else None
         assert whole is (rounds == 4)
         assert method.caution(c) == said
 

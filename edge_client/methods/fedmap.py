@@ -194,9 +194,7 @@ class FedMap(LocalSgd):
     def caution(self, course: Course) -> str | None:
         """That no pruning comes; that momentum and FedDR's reflection do not go together."""
         if not self.prunings(course, course.rounds):
-            return (
-                f"every = {self.every}, but rounds = {course.rounds}: nothing is pruned; make rounds larger than every"
-            )
+            return f"every = {self.every}, but rounds = {course.rounds}: nothing is pruned; raise rounds above every"
         if self.dr is None or not self.momentum:
             return super().caution(course)
         return (
