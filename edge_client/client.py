@@ -414,9 +414,8 @@ class _Run:
         if report.uncompacted is not None:
             self.say(Event("info", f"the personal model is the masked dense one, not compacted: {report.uncompacted}"))
         if report.test_samples:
-            poor = below(
-                session.method.name, report.score, task.score_start(), "the bundle's own start", session.method.hint
-            )
+            hints = session.method.hints(task.assignment.model)
+            poor = below(session.method.name, report.score, task.score_start(), "the bundle's own start", hints)
             if poor is not None:
                 self.say(Event("info", f"warning: {poor}"))
         self.say(Event("done", f"finished: the personal model is {self.client.model}"))

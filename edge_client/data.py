@@ -162,7 +162,8 @@ def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
     if y.dtype.kind not in "fiub":
         raise DataError(f"{what}: labels have dtype {y.dtype}; number the classes 0, 1, 2, ...")
     if len(y) < 2:
-        raise DataError(f"{what} holds {len(y)} samples; training needs at least 2")
+        held = "1 sample" if len(y) else "no samples"
+        raise DataError(f"{what} holds {held}; training needs at least 2: give this device more, or leave it out")
     for part in ("val", "test"):
         names = {f"x_{part}", f"y_{part}"}
         given = names & arrays.keys()

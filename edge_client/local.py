@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from edge_client.errors import DataError, DivergedError, LostError, MaskfleetError, PayloadError, first_fault
+from edge_client.errors import DataError, DivergedError, LostError, MaskfleetError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Method
 from edge_client.protocol.messages import DeviceMetrics, Failure, FailureKind, Personalise, Source
@@ -133,9 +133,10 @@ def run_round(
             test_samples=len(task.data.y_test),
         )
     except ValidationError as error:
+        fault = error.errors()[0]
         raise DivergedError(
-            f"round {task.assignment.round} cannot be reported: {first_fault(error)}; if the training diverges, the "
-            f"operator should lower the learning rate of {method.name!r}",
+            f"the training of {method.name!r} diverged in round {task.assignment.round}: {fault['loc'][0]} = "
+            f"{fault['input']:.4g}; lower `lr`, or look for outliers in the device's data",
             at_start=False,
         ) from None
     compared = local.trained if how == "best" and len(task.data.y_val) else None

@@ -53,7 +53,8 @@ def method(name: Annotated[str, typer.Argument(help="The method's name, as `mask
     known = [e.name for e in entry_points(group="maskfleet.methods")]
     if name not in known:
         raise ConfigError(f"there is no method {name!r}; `maskfleet method list` has all{suggestion(name, known)}")
-    kind = type(make_method({"name": name}))
+    made = make_method({"name": name})
+    kind = type(made)
     console = _console()
     console.print(escape(f"{name}: {_first_line(kind)}"), "", sep="\n")
     table, schema, meanings = (
@@ -71,7 +72,8 @@ def method(name: Annotated[str, typer.Argument(help="The method's name, as `mask
     searched = "; ".join(f"{setting} {_values(values)}" for setting, values in kind.search.items())
     if searched:
         console.print(escape(f"`maskfleet tune` searches: {searched}"))
-    console.print(escape(f"what most often helps when it ends badly: {kind.hint}"))
+    if hints := made.hints():
+        console.print(escape(f"what most often helps when it ends badly: {', then '.join(hints)}"))
 
 
 def _default(kind: type[Method], setting: str, value: Any) -> str:

@@ -39,6 +39,20 @@ def test_a_layer_that_is_not_there_to_mask_is_refused(layers: tuple[str, ...]) -
         FedPM(layers=layers).exchanged(model(M))
 
 
+@pytest.mark.parametrize("kind", [FedPM, DeltaMask, Coupled])
+def test_rounds_that_all_probe_the_head_are_cautioned_against(kind: type[BernoulliMasks]) -> None:
+    said = "probe_rounds = 3, but rounds = 3: only the head is trained and no mask is sent; make rounds larger"
+    assert str(kind(probe_rounds=3).caution(course(M, 3))).startswith(said)
+    assert kind(probe_rounds=3).caution(course(M, 4)) is None
+    assert kind(probe_rounds=3, head="mask").caution(course(M, 1)) is None  # every round sends masks
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    bare = M.model_copy(update={"layers": ()})
+    with pytest.raises(ConfigError, match="has no layer to mask"):
+        FedPM().start(course(bare))
+
+
 def test_theta_by_hand() -> None:
     p = Posterior(np.array([0, 3, 4], np.uint32), 4)
     assert FedPM().theta(course(M), p).tolist() == [0.01, 0.75, 0.99]

@@ -104,5 +104,5 @@ def test_settings_out_of_range_are_refused_and_a_lone_layer_cannot_be_binary() -
     for name, value in {"radius": 2, "down": "float", "lr": 0}.items():
         with pytest.raises(ConfigError, match=name):
             make_method({"name": "bnn", name: value})
-    with pytest.raises(ConfigError, match="keeps the last layer local"):
+    with pytest.raises(ConfigError, match=r"not the last one, and bundle .* has no other"):
         Fleet(BnnFedAvg(), mlp(6, 3))

@@ -187,7 +187,7 @@ def _arrays(**changed: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
         (None, "there is no data file"),
         (_arrays(y=None), r"lacks \['y'\]"),
         (_arrays(y=np.zeros(3, np.int64)), r"samples of shape \(4, 3\) but labels of shape \(3,\)"),
-        (_arrays(x=np.zeros((1, 3)), y=np.zeros(1, np.int64)), "holds 1 samples"),
+        (_arrays(x=np.zeros((1, 3)), y=np.zeros(1, np.int64)), "holds 1 sample;"),
         (_arrays(x_test=np.zeros((1, 3))), "has x_test but no y_test"),
         (_arrays(x_test=np.zeros((1, 3)), y_test=np.zeros(2, np.int64)), r"\(test\): .* give one label a sample"),
         (_arrays(group=np.zeros(5)), r"`group` has shape \(5,\)"),

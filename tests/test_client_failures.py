@@ -330,5 +330,5 @@ def test_loss_and_scores_that_cannot_be_reported_are_a_diverged_round(
     assert device(tmp_path, coordinator).run().ended == "stopped"
     ((_, _, failure),) = coordinator.failures
     assert failure.kind == "diverged"
-    assert "lower the learning rate" in failure.reason
+    assert "loss = 1e+09; lower `lr`" in failure.reason
     assert not coordinator.updates

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.demo import SETTINGS, choose_data, settings
 from edge_bench.demo_report import CHOICE
 from edge_bench.processes import ProcessError, children
-from edge_bench.report import warnings
+from edge_bench.report import warn, warnings
 from edge_bench.simulation_file import find_bundle
 from federation import PATIENCE
 from processes import ended
 from rich.console import Console
 
+from edge_client.bundle import Model
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import Latency
 from edge_client.methods import make_method
@@ -162,7 +164,7 @@ def test_a_method_below_its_start_or_below_training_alone_is_named_with_what_hel
     assert warnings({"mine": {**good, "score_mean": 0.7}, "standalone": good}, methods, tested=12) == []
     assert len(warnings({"mine": {**good, "score_mean": 0.6}, "standalone": good}, methods, tested=12)) == 1
     assert len(warnings({"mine": {**good, "score_mean": 0.7}, "standalone": good}, methods, tested=200)) == 1
-    hint = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
+    hint = "theta0 = 0.5 for weights from a seed, then more epochs, then lr and more rounds"
     assert alone == f"mine ends at 0.500, below training alone (0.900); what most often helps: {hint}"
     start, alone = warnings({"mine": bad, "standalone": good}, methods)
     assert "below the bundle's own start (0.100)" in start
@@ -193,6 +195,35 @@ def test_a_method_above_its_start_but_below_half_of_the_best_is_named() -> None:
     records["fedpm"]["score_start"] = 0.3  # then that says it
     (said,) = warnings(records, methods)
     assert "below the bundle's own start (0.300)" in said
+
+
+def test_more_epochs_are_advised_with_their_number_and_after_what_random_weights_need_first() -> None:
+    record, trained = {"score_mean": 0.5, "score_start": 0.1}, find_bundle("digits").model()
+    assert trained.manifest.seed is not None
+    drawn, better = trained, {"score_mean": 0.9, "score_start": 0.1}
+    trained = replace(drawn, manifest=drawn.manifest.model_copy(update={"seed": None}))
+
+    def said(name: str, model: Model | None, **table: Any) -> str:
+        methods = {"mine": make_method({"name": name, **table}), "alone": make_method({"name": "standalone"})}
+        (sentence,) = warnings({"mine": record, "alone": better}, methods, model=model)
+        return sentence.partition("most often helps: ")[2]
+
+    epochs = "epochs = 5, as alone has (here 1), then "
+    assert said("coupled", drawn) == f"theta0 = 0.5, then {epochs}lr and more rounds"
+    assert said("coupled", drawn, theta0=0.5) == said("coupled", trained) == f"{epochs}lr and more rounds"
+    assert said("coupled", drawn, theta0=0.5, epochs=5) == "more epochs, then lr and more rounds"
+    assert said("fedavg", None, epochs=1) == f"{epochs}lr, then more rounds"
+
+
+def test_hermes_whose_devices_all_stay_whole_is_named_whatever_it_scores() -> None:
+    methods = {"h": make_method({"name": "hermes"}), "fedavg": make_method({"name": "fedavg"})}
+    scores = {"score_mean": 0.9, "score_start": 0.1}
+    (said,) = warnings({"h": {**scores, "kept_share": 1.0}, "fedavg": {**scores, "kept_share": 1.0}}, methods)
+    assert said.startswith("h: nothing was pruned: no validation score was above threshold = 0.5")
+    out = io.StringIO()
+    warn(Console(file=out), [said])
+    assert "([data] validation in a simulation)" in " ".join(out.getvalue().split())  # brackets are no markup
+    assert warnings({"h": {**scores, "kept_share": 0.99}, "fedavg": scores}, methods) == []
 
 
 def a_round(round_: int, up: int, before: float, last: int = 0) -> Round:

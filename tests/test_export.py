@@ -224,6 +224,24 @@ def test_what_cannot_be_a_bundle_is_refused_with_a_reason(
     assert not (tmp_path / "b").exists()
 
 
+def test_a_seed_for_a_layer_that_no_rule_draws_is_refused_with_how_to_go_on(tmp_path: Path) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.rnn(x)[0].mean(1))
+            return out
+
+    with pytest.raises(
+        ModelError, match=r"no rule draws \['rnn.*from a seed; leave `seed` out, so that the module's own"
+    ):
+        export_bundle(
+            Recurrent(), torch.zeros(2, 5, 4), tmp_path / "b", name="b", target=Classification(classes=3), seed=1
+        )
+
+
 def test_class_names_and_the_normalisation_of_raw_samples_are_written_down_if_they_fit(tmp_path: Path) -> None:
     def exported(names: list[str], means: list[float]) -> Bundle:
         return export_bundle(

@@ -335,6 +335,17 @@ def test_statistics_are_averaged_or_stay_on_the_device() -> None:
         assert p.receive(4, "c").buffers.tolist() == ([60 + 90.0] * 2 if how == "mean" else [90.0] * 2)
 
 
+@pytest.mark.parametrize("schedule", ["step", "continuous"])
+def test_a_run_too_short_for_the_first_pruning_is_cautioned_against(schedule: Any) -> None:
+    method, prunable_ = FedMap(every=4, schedule=schedule), prunable(M).size
+    for rounds in (4, 5):
+        c = course(M, rounds)
+        whole = method.remaining(c, rounds, prunable_) == prunable_
+        said = "every = 4, but rounds = 4: nothing is pruned; raise rounds above every" if whole else None
+        assert whole is (rounds == 4)
+        assert method.caution(c) == said
+
+
 # --- FedDR
 
 

@@ -129,6 +129,8 @@ def test_a_device_prunes_only_above_the_threshold_and_above_the_target() -> None
         assert (live(M, counts(Units(M, bits.unpack(kept.units, 18)))) < M.d) == prunes
     blind = task(M)  # no validation samples: the score is 0
     assert Hermes(threshold=0).local_round(blind, None, start).kept.units.tobytes() == start.units.packed.tobytes()
+    assert "threshold = 0, and it is 0 without validation samples" in str(Hermes(threshold=0).unpruned())
+    assert Hermes(target=1).unpruned() is None  # that is what it was set to
 
 
 @pytest.mark.parametrize(("target", "rate"), [(0.4, 0.2), (0.7, 0.6)])

@@ -268,9 +268,12 @@ def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
     with pytest.raises(ConfigError, match=r"none of the channel groups \['0', '1'\]"):
         HideNseek(prune_layers=("conv",)).start(course(M))
     with pytest.raises(ConfigError, match=r"has no channel groups, so no unit can be pruned; set keep = 1"):
-        HideNseek().start(course(mlp(6, 3)))
-    with pytest.raises(ConfigError, match="set keep = 1"):
         HideNseek().start(course(mlp(6, 5, 3)))
+    for keep in (0.8, 1):
+        with pytest.raises(
+            ConfigError, match=r"not the last one, and bundle '\w+' has no other; choose another method"
+        ):
+            HideNseek(keep=keep).start(course(grouped(mlp(6, 3))))
     with pytest.raises(ConfigError, match="in one row"):
         HideNseek().start(course(M.model_copy(update={"groups": M.groups[:1]})))
     HideNseek(keep=1).start(course(mlp(6, 5, 3)))

@@ -18,6 +18,7 @@ from edge_client.bundle import F32, Init, Layer, Manifest, Tensor, views
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
+from edge_client.methods import make_method
 from edge_client.methods.lattice import MOVES, Lattice, Received
 from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import MIDDLE
@@ -47,7 +48,10 @@ def normed() -> Manifest:
 
 
 def pruning(**more: Any) -> Lattice:
-    return Lattice(**{"quantum": 1, "lr": 0.1, "prune": 0.5, "prune_after": 2, "epochs": 1, **more})
+    """With ``prune=None`` the same method without its pruning."""
+    table = {"quantum": 1, "lr": 0.1, "prune": 0.5, "prune_after": 2, "epochs": 1, **more}
+    pruned = table["prune"] is not None
+    return Lattice(**{name: value for name, value in table.items() if pruned or not name.startswith("prune")})
 
 
 def channels(fleet: Fleet) -> dict[str, list[int]]:
@@ -365,6 +369,18 @@ def test_moves_of_the_whole_network_are_refused_after_the_pruning() -> None:
         pruned.method.read_update(
             Assignment(pruned.course, 3, "a"), pruned.state, None, dense.local["a"].update
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("prune_after", 2), ("prune_keep", {"0": 0.5}), ("prune_epochs", 3), ("prune_lr", 0.1)]
+)
+def test_settings_of_a_pruning_that_does_not_come_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} = .* changes nothing without pruning; set prune too"):
+        make_method({"name": "lattice", name: value})
+    pruned = make_method({"name": "lattice", name: value, "prune": 0.5})
+    assert getattr(pruned, name) == value
+    written = Lattice().model_dump(mode="json")  # as a coordinator stores it, with every default
+    assert Lattice(**written) == Lattice()
 
 
 def test_a_federation_that_cannot_be_pruned_is_refused() -> None:

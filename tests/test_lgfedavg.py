@@ -137,8 +137,10 @@ def test_a_first_phase_that_covers_every_round_is_said_before_the_first() -> Non
     said = method.caution(course(M, 9))
     assert said is not None
     assert "global_rounds = 9 covers all 9 rounds" in said
-    assert said.endswith("set global_rounds to 8 or less")
+    assert said.endswith("set global_rounds below 9")
     assert method.caution(course(M, 10)) is None
+    assert str(LGFedAvg(num_layers=1).caution(course(M, 1))).endswith("set global_rounds below 1")
+    assert LGFedAvg(num_layers=1, global_rounds=0).caution(course(M, 1)) is None
 
 
 def test_the_last_layers_are_the_global_ones() -> None:

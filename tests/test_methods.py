@@ -14,7 +14,7 @@ from rounds import Rounds, stored
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, DivergedError, PayloadError
-from edge_client.methods import ALL, Method, make_method
+from edge_client.methods import ALL, Method, below, make_method
 from edge_client.methods.fedavg import FedAvg, State, Update, distance, toward
 from edge_client.methods.local_sgd import Weights
 from edge_client.methods.standalone import Standalone
@@ -24,6 +24,40 @@ from edge_client.training import Gradient
 
 M = mlp(6, 5, 4, 3)
 NONE = np.zeros(0, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "followed", "advice"),
+    [
+        ("coupled", {"theta0": 0.5}, "theta0 = 0.5 for weights from a seed"),
+        ("deltamask", {"theta0": 0.4}, "theta0 = 0.5 for weights from a seed"),
+        ("fedmap", {"floor": 1}, "a larger floor"),
+        ("fedmask", {"keep": 0.8}, "keep = 0.8"),
+        ("federated_pruning", {"keep": 1}, "a larger keep"),
+        ("hermes", {"target": 1}, "a larger target"),
+        ("hidenseek", {"keep": 1}, "a larger keep"),
+    ],
+)
+def test_advice_that_the_settings_follow_is_not_given(name: str, followed: dict[str, Any], advice: str) -> None:
+    assert advice in make_method({"name": name}).hints()
+    left = make_method({"name": name, **followed}).hints()
+    assert left
+    assert advice not in left
+
+
+def test_the_advice_on_keep_depends_on_the_bundle_as_its_default_does() -> None:
+    drawn, trained = (course(m).model for m in (M, M.model_copy(update={"seed": None})))
+    assert make_method({"name": "fedmask"}).hints(drawn)[0] == "keep = 0.8"
+    assert make_method({"name": "fedmask"}).hints(trained)[0] == "lr"  # it keeps all
+    assert make_method({"name": "fedmask", "keep": 0.2}).hints(trained)[0] == "keep = 0.8"
+
+
+def test_a_score_below_a_base_is_said_without_advice_where_there_is_none() -> None:
+    assert below("m", 0.5, 0.5, "x", ["lr"]) is None
+    assert below("m", 0.25, 0.5, "x", ["lr", "rounds"]) == (
+        "m ends at 0.250, below x (0.500); what most often helps: lr, then rounds"
+    )
+    assert below("m", 0.25, 0.5, "x", []) == "m ends at 0.250, below x (0.500)"
 
 
 @dataclass

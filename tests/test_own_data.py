@@ -311,6 +311,10 @@ def test_a_function_returns_each_device_s_own_arrays_which_are_cut_as_the_device
         ("return {'x': X, 'y': Y, 'owner': Y - 1}", "owner -1 is negative"),
         ("return {'a/b': {'x': X, 'y': Y}}", "'a/b' cannot name a device"),
         ("return {'a': {'x': X, 'y': Y, 'x_val': X}}", "x_val but no y_val"),
+        (
+            "return {'a': {'x': X, 'y': Y}, 'b': {'x': X[:1], 'y': Y[:1]}}",
+            r"mine\.py:load, device 'b' holds 1 sample; .* give this device more, or leave it out",
+        ),
     ],
 )
 def test_what_is_no_data_set_is_refused_with_what_to_return(body: str, words: str, tmp_path: Path) -> None:

@@ -21,15 +21,16 @@ from edge_kernels import counter
 
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.errors import BundleError, ConfigError, MaskfleetError
+from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError
 from edge_client.methods import make_method
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.lattice import Lattice
+from edge_client.methods.lgfedavg import LGFedAvg, State
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.payload import HEADER_BYTES, Payload
-from edge_client.task import Course, Local, Task
+from edge_client.task import Assignment, Course, Local, Task
 from edge_client.training import open_trainer
 
 pytest.importorskip("sklearn")
@@ -405,6 +406,32 @@ def test_a_downlink_is_made_once_for_each_audience(bundle: Bundle, devices: dict
     run(federation, method, bundle, open_trainer("onnxruntime", bundle), devices, evaluate_every=1)
     assert len(made) == len(set(made))
     assert {"whole", "whole+head", "short", "long"} >= {audience for _, audience in made} >= {"whole+head", "short"}
+
+
+def test_scores_of_all_devices_between_the_rounds_change_nothing_of_a_run(
+    bundle: Bundle, devices: dict[str, DeviceData]
+) -> None:
+    class Forgetful(LGFedAvg):
+        """After round 1 devices keep their bodies and receive the head alone; one has lost its body at round 3."""
+
+        def receive(self, a: Assignment, kept: Any, downlink: Payload) -> State:
+            if (a.device, a.round) == ("device-0", 3) and "body" not in downlink.arrays:
+                raise LostError("the body is gone")
+            return super().receive(a, kept, downlink)
+
+    method, address = Forgetful(num_layers=1, global_rounds=1), digest((bundle.folder / MANIFEST).read_bytes())
+    federation = FederationConfig(name="x", bundle=address, method={}, rounds=4, cohort=4, min_devices=4)
+    trainer = open_trainer("onnxruntime", bundle)
+    plain, looked = (run(federation, method, bundle, trainer, devices, often) for often in (0, 1))
+    assert all(row.everyone is not None for row in looked.rows)
+    assert (looked.state_sha256, looked.personal_sha256) == (plain.state_sha256, plain.personal_sha256)
+    for a, b in zip(plain.rows, looked.rows, strict=True):
+        assert a.record.model_dump(exclude=OWN) == b.record.model_dump(exclude=OWN)
+    third = plain.rows[2].record
+    assert len(third.devices) == 3
+    in_vain = sum(third.traffic.down.values()) / 3  # the others received the same bytes
+    assert looked.vain_bytes == plain.vain_bytes == in_vain
+    assert simulated(looked, bundle.model())["uncounted_bytes_per_device"] == {"up": 0, "down": in_vain / 4}
 
 
 def test_methods_run_at_their_defaults_and_a_plot_is_there_on_request(

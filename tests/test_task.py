@@ -156,8 +156,10 @@ def test_an_update_carries_its_devices_metrics_at_few_digits() -> None:
 def test_a_loss_that_cannot_be_reported_is_divergence() -> None:
     t = replace(task(M), trainer=Broken(M, Gradient(1e7, np.zeros(M.d, np.float32), NONE)))
     down = Payload({"parameters": model(M).parameters, "buffers": NONE})
-    with pytest.raises(DivergedError, match=r"loss = 10000000.*learning rate") as caught:
+    with pytest.raises(DivergedError) as caught:
         run_round(FedAvg(epochs=1), t, {}, down)
+    said = "the training of 'fedavg' diverged in round 1: loss = 1e+07; lower `lr`, or look for outliers"
+    assert str(caught.value).startswith(said)
     assert not caught.value.at_start
 
 

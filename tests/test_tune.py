@@ -156,7 +156,7 @@ def test_settings_that_make_training_fail_are_told_and_the_search_goes_on(
     monkeypatch.setattr(kind, "search", {"lr": Range(900.0, 1000.0)})
     trials = search("fedavg", plan(file, 3), storage(tmp_path / "t"))
     assert [t.state for t in trials] == ["ended", "failed", "failed"]
-    assert "learning rate" in trials[1].reason
+    assert "lower `lr`" in trials[1].reason
     assert best(trials) == trials[0]
     monkeypatch.setattr(kind, "search", {})
     with pytest.raises(ConfigError, match="names no settings to search"):

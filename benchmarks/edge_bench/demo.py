@@ -165,7 +165,7 @@ def demo(
         head = "\nscore after each round against a device's payload bytes so far, both ways"
         console.print(head, curves.sketch(lines), sep="\n")
     console.print("", demo_report.end(title, records, compact, made), sep="\n")
-    report.warn(console, report.warnings(records, made))
+    report.warn(console, report.warnings(records, made, model=bundle.model()))
     run = {
         "data": chosen.model_dump(mode="json"), "devices": len(parts), "rounds": rounds, "seed": seed,
         "cohort": len(parts), "methods": tables,

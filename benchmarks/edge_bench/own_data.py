@@ -175,7 +175,8 @@ def returned(factory: Callable[..., Any], place: str, arguments: Mapping[str, An
         devices = {}
         for name, arrays in made.items():
             check_name(str(name), place)
-            devices[str(name)] = _of_a_device(_arrays(arrays, f"{place}, {name}"), f"{place}, {name}")
+            what = f"{place}, device {str(name)!r}"
+            devices[str(name)] = _of_a_device(_arrays(arrays, what), what)
         return _fleet(devices, place)
     if not {"x", "y"} <= made.keys():
         raise DataError(f"{place} returned a mapping with the keys {list(made)[:5]}; return {RETURNS}")

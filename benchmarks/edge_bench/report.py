@@ -22,7 +22,7 @@ from edge_bench.curves import amount, curve, mean, moved, shown
 from edge_bench.fleet import Ended
 from edge_bench.simulate import Simulated
 from edge_client.bundle import Model
-from edge_client.methods import Method, below
+from edge_client.methods import MORE_EPOCHS, Method, below
 from edge_client.protocol.messages import Round, Scores, Traffic
 
 Record = dict[str, Any]
@@ -140,12 +140,24 @@ def federation(ended: Ended, start: Scores | None = None) -> Record:
     return record
 
 
-def warnings(records: Mapping[str, Record], methods: Mapping[str, Method], tested: int = FEW) -> list[str]:
-    """Sentences on methods that end badly, and on updates that the guard limited.
+def _advice(method: Method, model: Model | None, other: str, epochs: int | None) -> list[str]:
+    """The method's hints; one of them or the first is the number of `epochs` that the method `other` has, if more."""
+    hints, own = list(method.hints(model)), getattr(method, "epochs", None)
+    if not own or epochs is None or own >= epochs:  # 0: the method chooses
+        return hints
+    at, found = (hints.index(MORE_EPOCHS), 1) if MORE_EPOCHS in hints else (0, 0)
+    return [*hints[:at], f"epochs = {epochs}, as {other} has (here {own})", *hints[at + found :]]
+
+
+def warnings(
+    records: Mapping[str, Record], methods: Mapping[str, Method], tested: int = FEW, model: Model | None = None
+) -> list[str]:
+    """Sentences on methods that end badly or should have pruned, and on updates that the guard limited.
 
     Badly is below the bundle's own start, below training alone when Standalone ran, or, failing these, below half of
     the best method. This holds for Standalone too. `tested` test samples of all devices decide nothing within two
     standard errors of a share, ``tested ** -0.5``, while they are fewer than `FEW`. Both mappings have the same labels.
+    `model` is the bundle's, where it is at hand.
     """
     alone = next((label for label in records if methods[label].name == ALONE), None)
     scores = {label: r["score_mean"] for label, r in records.items() if r["score_mean"] is not None}
@@ -153,27 +165,28 @@ def warnings(records: Mapping[str, Record], methods: Mapping[str, Method], teste
     found = []
     for label, r in records.items():
         score, bases = r["score_mean"], {"the bundle's own start": r["score_start"]}
-        hint = methods[label].hint
+        hints: Sequence[str] = methods[label].hints(model)
         if alone is not None and alone != label:
             bases["training alone"] = records[alone]["score_mean"]
-            fewer, epochs = (getattr(methods[which], "epochs", None) for which in (label, alone))
-            if fewer is not None and epochs is not None and fewer < epochs:
-                hint = f"epochs = {epochs}, as {alone} has (here {fewer}), then {hint}"
+            hints = _advice(methods[label], model, alone, getattr(methods[alone], "epochs", None))
         if limited := guard.said(r.get("guarded", 0)):
             found.append(f"{label}: {limited}")
+        if r.get("kept_share") == 1 and (unpruned := methods[label].unpruned()):
+            found.append(f"{label}: {unpruned}")
         if score is None:
             continue
         worse = {than: base for than, base in bases.items() if base is not None and score < base - least}
         if not worse and best is not None and scores[best] > 0 and score < scores[best] / 2 - least:
             worse[f"half of {best}'s score"] = scores[best]
-        found += [said for than, base in worse.items() if (said := below(label, score, base, than, hint))]
+        found += [said for than, base in worse.items() if (said := below(label, score, base, than, hints))]
     return found
 
 
 def warn(console: Console, sentences: list[str]) -> None:
     """Print a paragraph for each sentence, after an empty line."""
     if sentences:
-        console.print("", *(textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences), sep="\n")
+        paragraphs = (textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences)
+        console.print("", *paragraphs, sep="\n", markup=False)
 
 
 def outcome(r: Round) -> str:

@@ -266,7 +266,7 @@ def reproduce(
             write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
             done[sha] = run
             steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
-            for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}):
+            for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}, model=bundle.model()):
                 steps.say(warning)
     finish(name, r, folder, done, full)
     if validation:

@@ -188,9 +188,9 @@ class Simulation:
 
     def look(self, round_: int) -> Scores | None:
         """Every device's score from the downlink of `round_`. The run goes on unchanged."""
-        records, downlinks, vain = dict(self.records), dict(self.downlinks), self.vain
+        records, vain = dict(self.records), self.vain
         found = self.evaluate(round_, Evaluation())
-        self.records, self.downlinks, self.vain = records, downlinks, vain
+        self.records, self.vain = records, vain
         return self.scores([e.score for e in found.values()])
 
     def scores(self, values: Sequence[float]) -> Scores | None:
@@ -322,7 +322,7 @@ def run_all(
     methods = {label: make_method({"name": label, **table}) for label, table in config.methods.items()}
     trainer = open_trainer(config.backend, bundle, config.threads)
     course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
-    warn([f"{label}: {said}" for label, method in methods.items() if (said := method.caution(course))])
+    warn([f"{label}: {said}" for label, method in methods.items() if (said := _caution(method, course))])
     address = digest((bundle.folder / MANIFEST).read_bytes())
     results = {}
     for label, method in methods.items():
@@ -355,6 +355,14 @@ def run_all(
             failed(label, error if isinstance(error, MaskfleetError) else _blamed(method, error))
     start = starting_scores(bundle, trainer, devices) if results else None
     return {label: replace(result, start=start) for label, result in results.items()}
+
+
+def _caution(method: Method, course: Course) -> str | None:
+    """What the method says beforehand; None where it refuses the model, which its run then says."""
+    try:
+        return method.caution(course)
+    except ConfigError:
+        return None
 
 
 def _blamed(method: Method, error: Exception) -> MaskfleetError:

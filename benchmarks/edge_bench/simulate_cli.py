@@ -141,7 +141,7 @@ def simulate(
     records = {label: report.simulated(r, model) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
-    report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}, test))
+    report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}, test, model))
     reasons = {label: str(error) for label, error in failures.items()}
     if json_file is not None:
         write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))

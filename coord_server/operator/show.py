@@ -278,7 +278,7 @@ def warnings(found: Look) -> list[str]:
         method = make_method(found.federation.config.method)
     except ConfigError:
         return said  # its package is not installed here
-    sentence = below(method.name, end, scores[0], "the model that round 1 started from", method.hint)
+    sentence = below(method.name, end, scores[0], "the model that round 1 started from", method.hints())
     return said if sentence is None else [*said, sentence]
 
 

@@ -63,6 +63,9 @@ class Range:
     log: bool = False
 
 
+MORE_EPOCHS = "more epochs"
+"""The hint that a report replaces by how many epochs another method has that scores more."""
+
 Search = Mapping[str, Range | tuple[Any, ...]]
 """By setting the values that `maskfleet tune` tries: a range, or each of a tuple."""
 
@@ -84,16 +87,14 @@ class Method(BaseModel):
     """Base of every method: its fields are the configuration, `extra` keys are refused.
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
-    that stays): they are reported apart from the rounds' bytes. `hint` names what most often helps when the method
-    ends badly, the likeliest first. `search` has the few settings that `maskfleet tune` searches. `revision` is raised
-    with every change after which the same settings give other bytes or another model: stored results of an earlier one
-    are run again.
+    that stays): they are reported apart from the rounds' bytes. `search` has the few settings that `maskfleet tune`
+    searches. `revision` is raised with every change after which the same settings give other bytes or another model:
+    stored results of an earlier one are run again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
     revision: ClassVar[int] = 1
-    hint: ClassVar[str] = "lr, then more rounds"
     search: ClassVar[Search] = {}
     state_type: ClassVar[type[Any]]
     record_type: ClassVar[type[Any] | None] = None
@@ -126,6 +127,17 @@ class Method(BaseModel):
 
         `simulate` prints it and the coordinator logs it before round 1.
         """
+        return None
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        """What most often helps when the method ends badly, the likeliest first; not what these settings do already.
+
+        `model` is the bundle's, None where it is not at hand.
+        """
+        return "lr", "more rounds"
+
+    def unpruned(self) -> str | None:
+        """What to say when the network of no device is pruned in the end, in a sentence; None: nothing."""
         return None
 
     @abstractmethod
@@ -212,11 +224,12 @@ class Method(BaseModel):
         ...
 
 
-def below(label: str, score: float, base: float, than: str, hint: str) -> str | None:
+def below(label: str, score: float, base: float, than: str, hints: Sequence[str]) -> str | None:
     """A sentence when a method ends with a `score` below `base`, which is that of `than`; None when it does not."""
     if score >= base:
         return None
-    return f"{label} ends at {score:.3f}, below {than} ({base:.3f}); what most often helps: {hint}"
+    advice = f"; what most often helps: {', then '.join(hints)}" if hints else ""
+    return f"{label} ends at {score:.3f}, below {than} ({base:.3f}){advice}"
 
 
 def pretrained(model: Model) -> bool:

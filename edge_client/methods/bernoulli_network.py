@@ -21,10 +21,10 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError
-from edge_client.methods import Method, pretrained
+from edge_client.methods import MORE_EPOCHS, Method, pretrained
 from edge_client.methods.theta import F64
 from edge_client.parts import Part, tensors
-from edge_client.task import Assignment, Personal
+from edge_client.task import Assignment, Course, Personal
 
 Bits = NDArray[np.bool_]
 
@@ -50,7 +50,12 @@ class MaskedNetwork(Method):
     pre-trained bundle, else `sample`."""
 
     def head_of(self, model: Model) -> str:
-        """What happens to the head: "probe", "mask" or "keep"."""
+        """What happens to the head: "probe", "mask" or "keep". Raises ConfigError for a model without layers."""
+        if not model.manifest.layers:
+            raise ConfigError(
+                f"bundle {model.manifest.name!r} has no layer to mask (linear, convolution or LSTM); choose another "
+                "method"
+            )
         if self.head != "auto":
             return self.head
         head = tensors(model.manifest, model.manifest.layers[-1].weights).gather(model.parameters)
@@ -87,6 +92,23 @@ class MaskedNetwork(Method):
     def probing(self, model: Model) -> int:
         """The number of rounds that train the head; they come first."""
         return self.probe_rounds if self.head_of(model) == "probe" else 0
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        """From a random network hardly any weight is worth keeping at first, so theta0 comes before the epochs."""
+        then = (MORE_EPOCHS, "lr and more rounds")
+        if self.theta0 <= 0.5 or (model is not None and pretrained(model)):
+            return then
+        return ("theta0 = 0.5" if model is not None else "theta0 = 0.5 for weights from a seed", *then)
+
+    def caution(self, course: Course) -> str | None:
+        """That no round is left for masks."""
+        probing = self.probing(course.model)
+        if probing < course.rounds:
+            return super().caution(course)
+        return (
+            f"probe_rounds = {probing}, but rounds = {course.rounds}: only the head is trained and no mask is sent; "
+            'make rounds larger than probe_rounds, or set head = "mask"'
+        )
 
     def exchanged(self, model: Model) -> int:
         """The masked parameters."""

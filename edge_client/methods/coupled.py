@@ -133,7 +133,6 @@ class Coupled(BernoulliMasks):
     """Bernoulli masks drawn from uniforms that both sides know."""
 
     name: ClassVar[str] = "coupled"
-    hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
     one_time_down: ClassVar[frozenset[str]] = frozenset({"head"})
     state_type: ClassVar[type[Any]] = State
     record_type: ClassVar[type[Any]] = Record

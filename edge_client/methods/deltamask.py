@@ -41,7 +41,6 @@ class DeltaMask(BernoulliMasks):
     """Bernoulli masks: filtered changes up, probabilities down."""
 
     name: ClassVar[str] = "deltamask"
-    hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
 
     codec: SetCodecName | None = None
     """The set codec of the changes (docs/codecs.md). None: "fuse8-png", the paper's; by differences "entropy"."""
@@ -67,9 +66,10 @@ class DeltaMask(BernoulliMasks):
         return self.codec or ("entropy" if self.by_difference(model) else "fuse8-png")
 
     def caution(self, course: Course) -> str | None:
-        """That a filter by differences moves theta everywhere."""
-        if self.codec is None or codecs.codec(self.codec).exact or not self.by_difference(course.model):
-            return super().caution(course)
+        """That no mask is sent, or that a filter by differences moves theta everywhere."""
+        said = super().caution(course)
+        if said or self.codec is None or codecs.codec(self.codec).exact or not self.by_difference(course.model):
+            return said
         return (
             f"the false positives of codec {self.codec!r} move theta in every round, also where devices learn nothing; "
             'codec = "entropy" has none'

@@ -90,7 +90,6 @@ class FederatedPruning(LocalSgd):
 
     name: ClassVar[str] = "federated_pruning"
     search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
-    hint: ClassVar[str] = "a larger keep, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Holds]] = Holds
     kept_type: ClassVar[type[Kept]] = Kept
@@ -103,6 +102,9 @@ class FederatedPruning(LocalSgd):
     """What ranks units: the norm of their weights."""
     up: ValueCodecName = PLAIN
     feedback: Feedback = False
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        return ("a larger keep", "lr") if self.keep < 1 else ("lr",)
 
     @property
     def uplink(self) -> Uplink:

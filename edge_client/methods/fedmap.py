@@ -152,7 +152,6 @@ class FedMap(LocalSgd):
 
     name: ClassVar[str] = "fedmap"
     search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "batch": (16, 32, 64, 128)}
-    hint: ClassVar[str] = "a larger floor, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
@@ -189,8 +188,13 @@ class FedMap(LocalSgd):
 
     # --- what both sides know
 
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        return ("a larger floor", "lr") if self.floor < 1 else ("lr",)
+
     def caution(self, course: Course) -> str | None:
-        """That momentum and FedDR's reflection do not go together."""
+        """That no pruning comes; that momentum and FedDR's reflection do not go together."""
+        if not self.prunings(course, course.rounds):
+            return f"every = {self.every}, but rounds = {course.rounds}: nothing is pruned; raise rounds above every"
         if self.dr is None or not self.momentum:
             return super().caution(course)
         return (

@@ -72,7 +72,6 @@ class FedMask(PrunedMasks):
         "restart": ("radius", "latent"),
         "head": ("masked", "local"),
     }
-    hint: ClassVar[str] = "keep = 0.8, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
@@ -103,6 +102,10 @@ class FedMask(PrunedMasks):
         if self.state == "client" and self.down == "count":
             raise ValueError('state="client" keeps one bit per element and device; use down="bit"')
         return self
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        keep = self.keep or (self.drawn if model is None else self.chosen(model)).keep
+        return ("keep = 0.8", "lr") if keep < 0.8 else ("lr", "more rounds")
 
     def wire(self, model: Model) -> Wire:
         return Wire(self.codec, self.down == "count", self.division(model))

@@ -37,7 +37,6 @@ class FedPM(BernoulliMasks):
     """Bernoulli masks: one sample up, probabilities down."""
 
     name: ClassVar[str] = "fedpm"
-    hint: ClassVar[str] = "theta0 = 0.5 for weights from a seed, then lr and more rounds"
 
     codec: SetCodecName = "entropy"
     """The set codec of the mask (docs/codecs.md)."""

@@ -114,7 +114,6 @@ class Hermes(LocalSgd):
 
     name: ClassVar[str] = "hermes"
     search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
-    hint: ClassVar[str] = "a larger target, then lr"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Structure]] = Structure
     kept_type: ClassVar[type[Kept]] = Kept
@@ -150,6 +149,18 @@ class Hermes(LocalSgd):
         units = _units(course.model, record)
         name = {} if units.alive.all() else {"structure": units.digest}
         return Payload({"parameters": state.parameters[units.places]}, name)
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        return ("a larger target", "lr") if self.target < 1 else ("lr",)
+
+    def unpruned(self) -> str | None:
+        """Only the devices know their validation scores, so that the gate stayed closed is known at the end."""
+        if self.target == 1:
+            return None
+        return (
+            f"nothing was pruned: no validation score was above threshold = {self.threshold:g}, and it is 0 without "
+            "validation samples; give the devices some ([data] validation in a simulation), or lower threshold"
+        )
 
     def exchanged(self, model: Model) -> int:
         return model.manifest.d

@@ -68,7 +68,6 @@ class HideNseek(SignMasks):
     """Signs on the frozen magnitudes of a network pruned by SynFlow."""
 
     name: ClassVar[str] = "hidenseek"
-    hint: ClassVar[str] = "lr, then a larger keep"
     state_type: ClassVar[type[Any]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Any]] = Kept
@@ -81,6 +80,9 @@ class HideNseek(SignMasks):
     """Channel groups to prune, by name or beginning of a name; none named: all."""
     iterations: Annotated[int, Field(ge=1, le=10_000)] = 100
     """Steps of the pruning."""
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        return ("lr", "a larger keep") if self.keep < 1 else ("lr",)
 
     def magnitudes(self, model: Model) -> F32:
         """The frozen |W|."""
@@ -97,6 +99,7 @@ class HideNseek(SignMasks):
     def prune(self, model: Model) -> Units:
         """The units that stay. Raises ConfigError where SynFlow cannot follow the bundle's layers."""
         m, keep = model.manifest, self.keep
+        self.division(model)  # a model without a layer to mask is refused here, before any advice on pruning
         if keep == 1:
             return chosen(m, {})
         named = [g.name for g in m.groups if not self.prune_layers or g.name.startswith(self.prune_layers)]

@@ -90,7 +90,6 @@ class Lattice(Settings):
         "epochs": Range(1, 5),
         "quantum": Range(2.0, 15.0, log=True),
     }
-    hint: ClassVar[str] = "lr and epochs, then a smaller quantum"
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept

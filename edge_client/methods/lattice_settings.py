@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
-from edge_client.methods import lattice_grid
+from edge_client.methods import MORE_EPOCHS, lattice_grid
 from edge_client.methods.lattice_grid import MIDDLE, grid
 from edge_client.methods.lattice_network import Network
 from edge_client.methods.lattice_train import Plan
@@ -18,6 +18,7 @@ from edge_client.task import Course
 
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
 STEPS, MOST_EPOCHS = 50, 5  # of a round by default: one epoch, or as many as these steps hold, at most five
+OF_PRUNING = ("prune_after", "prune_keep", "prune_epochs", "prune_lr")
 LEAST = 1536.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
 
 
@@ -54,6 +55,19 @@ class Settings(LocalSgd):
     """Its learning rate; None: `lr`, else 0.01 also where the whole network needs a careful one."""
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Epochs that make the personal model after the last round, at a third of the whole network's rate."""
+
+    @model_validator(mode="after")
+    def _prunes(self) -> Settings:
+        if self.prune is not None:
+            return self
+        for name in OF_PRUNING:
+            # A federation's settings are written down with their defaults, which say nothing.
+            if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name} = {value!r} changes nothing without pruning; set prune too, or leave it out")
+        return self
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        return "lr", MORE_EPOCHS, "a smaller quantum"
 
     def unit(self, course: Course, each: F32) -> F32:
         """What one count moves a weight of each tensor, float32[tensors]."""

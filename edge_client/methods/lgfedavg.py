@@ -121,7 +121,7 @@ class LGFedAvg(LocalSgd):
             return None
         return (
             f"global_rounds = {self.global_rounds} covers all {course.rounds} rounds, so everything is federated "
-            f"averaging; set global_rounds to {course.rounds - 1} or less"
+            f"averaging; set global_rounds below {course.rounds}"
         )
 
     def exchanged(self, model: Model) -> int:

@@ -56,7 +56,6 @@ class LinearProbing(LocalSgd):
 
     name: ClassVar[str] = "linear_probing"
     search: ClassVar[Search] = {"lr": Range(0.003, 1.0, log=True)}
-    hint: ClassVar[str] = "lattice or another method that trains every layer"
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Kept]] = Kept
     usual_lr: ClassVar[float] = 0.1
@@ -64,6 +63,9 @@ class LinearProbing(LocalSgd):
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     up: ValueCodecName = PLAIN
     feedback: Feedback = False
+
+    def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        return ("lattice or another method that trains every layer",)
 
     @property
     def uplink(self) -> Uplink:

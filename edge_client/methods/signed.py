@@ -21,7 +21,6 @@ class Signed(FedMask):
     """Personal sign masks on frozen weights."""
 
     name: ClassVar[str] = "signed"
-    hint: ClassVar[str] = "lr, then more rounds"
     gate: ClassVar[Gate] = SignTanh()
 
     drawn: ClassVar[Choice] = Choice(keep=0.8, head="local", group_lasso=0.0, restart="radius", lr=10.0)

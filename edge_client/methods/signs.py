@@ -158,7 +158,10 @@ class SignMasks(Method):
         """How this configuration divides the model. Raises ConfigError without a layer before the head."""
         m = model.manifest
         if len(m.layers) < 2:
-            raise ConfigError(f"method {self.name!r} keeps the last layer local; bundle {m.name!r} has no other")
+            raise ConfigError(
+                f"method {self.name!r} masks linear, convolution and LSTM layers, not the last one, and bundle "
+                f"{m.name!r} has no other; choose another method"
+            )
         masked = weights(m, m.layers[:-1])
         head = tensors(m, {*m.layers[-1].weights, *m.layers[-1].biases})
         return Division(masked, rest(m, masked) if self.biases == "local" else head)

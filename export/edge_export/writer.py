@@ -89,7 +89,9 @@ def export_bundle(
     made = proved_graphs(module, example_batch, target, init=init, trainable=trainable)
     module, target, example, found = made.witness.module, made.witness.target, made.example, made.tables
     if seed is not None and (missing := unseeded(module, init, found)):
-        raise ModelError(f"no rule draws {missing} from a seed; export with the weights (seed=None)")
+        raise ModelError(
+            f"no rule draws {missing} from a seed; leave `seed` out, so that the module's own weights are kept"
+        )
     draws = any(v.name == "key" for v in made.train.graph.input)
     graphs = {"train.onnx": made.train, "eval.onnx": made.evaluation}
     parts = {part: graph.SerializeToString(deterministic=True) for part, graph in graphs.items()}

@@ -74,7 +74,10 @@ def chain(
     Raises ValueError unless every layer but the last makes the channels of one group that the next layer alone reads.
     """
     if len(layers) < 2 or len(groups) != len(layers) - 1:
-        raise ValueError(f"{len(layers)} layers have {len(groups)} channel groups between them; a chain has one fewer")
+        raise ValueError(
+            f"the channel groups between the layers {list(layers)} are {[g.name for g in groups]}; a chain has one "
+            "between each layer and the next"
+        )
     for group, layer, after in zip(groups, layers, layers[1:], strict=False):
         made, read = [p.tensor for p in group.at("makes")], [p.tensor for p in group.at("reads")]
         if made != [layer] or read != [after]:
