@@ -372,3 +372,13 @@ def test_the_trainer_is_asked_once_a_batch() -> None:
     t = replace(task(M, round_=2), trainer=engine)
     local_round(Coupled(batch=16, epochs=2), t, None, Payload({"head": np.zeros(39, np.float32)}))
     assert engine.calls == 2 * 3
+
+
+def test_theta_moves_by_differences_where_the_bundle_is_trained_masks_have_a_reference_and_theta_is_the_mode() -> None:
+    drawn, trained = (replace(model(M), manifest=M.model_copy(update={"seed": seed})) for seed in (1, None))
+    assert Coupled().by_difference(trained)
+    assert not Coupled().by_difference(drawn)
+    assert not FedPM().by_difference(trained)
+    for other in ({"posterior": "mean"}, {"spread": 1.0}, {"aggregate": "posterior"}):
+        assert not Coupled(**other).by_difference(trained)
+    assert Coupled(aggregate="difference").by_difference(drawn)

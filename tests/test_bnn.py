@@ -12,7 +12,7 @@ from numpy_mlp import mlp
 from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped, signs_of
 
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import make_method
+from edge_client.methods import make_method, signs
 from edge_client.methods.bnn import BnnFedAvg
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
@@ -106,3 +106,31 @@ def test_settings_out_of_range_are_refused_and_a_lone_layer_cannot_be_binary() -
             make_method({"name": "bnn", name: value})
     with pytest.raises(ConfigError, match=r"not the last one, and bundle .* has no other"):
         Fleet(BnnFedAvg(), mlp(6, 3))
+
+
+@pytest.mark.parametrize("restart", ["radius", "latent"])
+def test_a_device_keeps_its_latents_only_where_it_restarts_from_them(restart: Any) -> None:
+    fleet = Fleet(BnnFedAvg(epochs=1, restart=restart))
+    fleet.play("a")
+    assert ("latents" in fleet.kept["a"]) is (restart == "latent")
+
+
+def test_what_tells_of_a_flip_is_the_votes_in_32_levels_and_the_tensor_in_128() -> None:
+    part = BnnFedAvg().division(first_model(M)).masked
+    assert [b.size for b in part.blocks] == [48, 40]
+    place = np.repeat([0, 1], [48, 40])
+    few = np.arange(MASKED) % 5
+    found = signs.Received(few.astype(np.uint8), 4).contexts(part)
+    assert found.tolist() == (128 * few + place).tolist()
+    many = np.arange(MASKED) % 64
+    found = signs.Received(many.astype(np.uint8), 63).contexts(part)
+    assert found.tolist() == (128 * (many // 2) + place).tolist()
+
+
+def test_what_is_trained_beside_the_signs_has_the_momentum_it_is_given() -> None:
+    """Two steps of slope 1 at a rate of .1: 1 and 1 + momentum of it."""
+    m = grouped(mlp(2, 2, 2, bias=False))
+    for momentum, due in ((0.0, 0.2), (0.5, 0.25)):
+        t = fixed_task(m, [0, 0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 7, 7, 7, 7])
+        done = first(BnnFedAvg(local_lr=0.1, momentum=momentum, epochs=2, batch=64), t)
+        assert done.trained.parameters[4:] == pytest.approx(7 - due)

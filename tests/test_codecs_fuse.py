@@ -231,3 +231,11 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     *refused, grown = run.stdout.splitlines()
     assert len(refused) == 2
     assert int(grown) < 20, "megabytes"
+
+
+@pytest.mark.parametrize("length", [5, 6, 12, 24])
+def test_segments_whose_length_is_no_power_of_two_are_refused(length: int) -> None:
+    header = fuse.HEADER.pack(0, 100, length, 1, length, 3 * length)
+    with pytest.raises(CodecError, match=f"1 segments of {length} cells are not the geometry"):
+        fuse.parse(header + bytes(3 * length), 1000, 8)
+    assert fuse.parse(fuse.HEADER.pack(0, 100, 16, 1, 16, 48) + bytes(48), 1000, 8).segment_length == 16

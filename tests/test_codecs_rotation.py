@@ -186,3 +186,12 @@ def test_a_bad_parameter_is_refused_with_the_choices(name: str) -> None:
     with pytest.raises(CodecError, match=re.escape(f"'{name}'")):
         values.codec(name)
     assert rotation.BLOCK == 8192
+
+
+@pytest.mark.parametrize(("share", "sent"), [(0.26, 17), (0.25, 16), (0.24, 15), (0.001, 1)])
+def test_below_one_bit_the_coordinates_of_a_block_are_the_nearest_whole_number_and_at_least_one(
+    share: float, sent: int
+) -> None:
+    """Of 64: 16.64, 16, 15.36 and .064."""
+    assert len(rotation.encode(vector(64), 0, share)) == 4 + -(-sent // 8)
+    assert int(np.count_nonzero(rotation._Out.of(64, share, 0).chosen)) == sent

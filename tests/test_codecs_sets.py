@@ -355,3 +355,11 @@ def is_set_or_refused(name: str, data: bytes, d: int) -> bool:
     except CodecError as error:
         return len(str(error)) > 20
     return len(found) == 0 or bool(found[-1] < d and (np.diff(found) > 0).all())
+
+
+@pytest.mark.parametrize("log", [0, 7, 17, 31])
+def test_a_rice_block_of_a_size_that_no_writer_chooses_is_refused(log: int) -> None:
+    payload = codecs.encode("rice", np.array([1, 2, 5]), 12)
+    assert payload[0] == 16
+    with pytest.raises(CodecError, match=f"{log} is not the first byte of a rice payload"):
+        codecs.decode("rice", bytes([log]) + payload[1:], 12)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from edge_bench.testing import check_codec
 from edge_kernels import counter
-from edge_kernels.codecs import CodecError, values
+from edge_kernels.codecs import CodecError, quantised, values
 from edge_kernels.codecs.streams import varint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -165,3 +165,13 @@ def test_what_is_wrong_is_named() -> None:
     level = np.float32(1).tobytes() + b"\x80"
     with pytest.raises(CodecError, match="-128"):
         values.decode("stochastic8", level, 1, 0)
+
+
+def test_the_largest_uniform_number_rounds_the_largest_value_no_further_than_to_the_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In float64 1 + (1 - 2**-53) is 2, one more than there are levels."""
+    monkeypatch.setattr(quantised.counter, "uniform", lambda stream, n: np.full(n, 1 - 2.0**-53))
+    v = np.array([-3.0], np.float32)
+    for levels in (1, 2, 255):
+        assert quantised.decode_qsgd(quantised.encode_qsgd(v, 0, levels), 1, 0, levels).tolist() == [-3.0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_kernels import counter
+from edge_kernels import counter, coupling
 from edge_kernels.codecs import counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +21,7 @@ from edge_client.methods.coupled import Coupled, Held, Kept, scaled
 from edge_client.methods.fedpm import FedPM
 from edge_client.methods.theta import Posterior
 from edge_client.protocol.payload import Payload, encode
+from edge_client.task import Assignment
 
 
 def agrees(fleet: Fleet, device: str) -> bool:
@@ -324,3 +325,28 @@ def test_net_flips_without_their_streams_are_a_payload_error() -> None:
     broken = Payload({n: x for n, x in down.arrays.items() if n != "streams"}, down.meta)
     with pytest.raises(PayloadError, match="streams"):
         fleet.method.receive(fleet.task("a", 3).assignment, fleet.kept["a"], broken)
+
+
+def test_the_first_counts_of_a_large_cohort_travel_whole_as_there_are_none_before() -> None:
+    fleet = Fleet(Coupled(references=2))
+    sent = []
+    for _ in range(3):
+        fleet.play(*DEVICES)
+        sent.append(set(fleet.ask("a").arrays) - {"head"})
+    assert sent == [set(), {"counts.counts"}, {"change.counts"}]
+
+
+def test_flips_are_coded_with_what_the_last_rounds_net_flips_say_of_each_tensor() -> None:
+    fleet = Fleet(Coupled(lr=0.5, theta0=0.5), mlp(30, 40, 20, 3))
+    for _ in range(2):
+        fleet.play(*DEVICES)
+    received = fleet.receive("a")
+    fleet.play(*DEVICES)
+    stream = fleet.method.stream(Assignment(fleet.course, 3, "a"))  # type: ignore[attr-defined]
+    u = counter.uniform(stream, received.theta.size)
+    flips = fleet.masks["a"] ^ (u < received.theta)
+    sent = fleet.local["a"].update.arrays["flips.coupled"].tobytes()
+    past = coupling.history(received.net, [(40, 30), (20, 40)])
+    assert sent == coupling.encode_flips(flips, received.theta, u, past)
+    for other in (None, coupling.history(received.net, [(2000,)])):
+        assert sent != coupling.encode_flips(flips, received.theta, u, other)

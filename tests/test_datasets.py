@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -466,3 +468,59 @@ def test_the_plot_is_a_picture(classes: int, tmp_path: Path) -> None:
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot be written"):
         histogram.draw(held([0]), 1, tmp_path / "none" / "h.png", "labels")
+
+
+def test_a_bar_is_the_taller_the_more_labels_and_any_label_shows() -> None:
+    assert histogram.bars(np.array([800, 400, 1, 0])) == "█▄▁ "
+    assert histogram.bars(np.array([0, 0])) == "  "
+
+
+def test_many_classes_share_bars_with_their_neighbours() -> None:
+    row = np.zeros(130, np.int64)
+    row[[0, 2, 129]] = 8, 4, 4
+    shown = histogram.bars(row)
+    assert len(shown) == 44  # of three classes each, the last of one
+    assert (shown[0], shown[1], shown[-1]) == ("█", " ", "▃")
+
+
+def test_labels_of_the_validation_part_count_as_trained_on() -> None:
+    x, none = np.zeros((3, 4), np.float32), np.zeros(0, np.int64)
+    devices = {"ann": DeviceData(x, np.array([0, 1, 1]), x[:2], np.array([2, 2]), x[:1], np.array([0]))}
+    assert histogram.counts(devices, 3).tolist() == [[1, 2, 2]]
+    assert histogram.counts({"bob": replace(devices["ann"], y_val=none)}, 3).tolist() == [[1, 2, 0]]
+
+
+def test_the_bars_of_a_device_stand_on_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    monkeypatch.setattr(histogram.plots, "save", lambda figure, path: drawn.append(figure))
+    histogram.draw(held([0, 0, 1], [1, 2, 2, 2]), 3, tmp_path / "h.png", "labels")
+    bars = [[(bar.get_y(), bar.get_height()) for bar in c] for c in drawn[0].axes[0].containers]
+    assert bars == [[(0, 2), (0, 0)], [(2, 1), (0, 1)], [(3, 0), (1, 3)]]
+
+
+def test_features_are_standardised_by_training_samples_alone(tmp_path: Path) -> None:
+    """The test samples are a thousand times as large; the training samples end with mean 0 and deviation 1."""
+    marked = np.arange(120) % 4 == 0
+    far = np.where(marked[:, None], 1000 * X, X)
+    config = saved(tmp_path, x=far, y=Y, owner=np.repeat([3, 12], 60), is_test=marked)
+    scaled = load(config.model_copy(update={"standardise": True, "evaluate": "validation"}), 1, manifest((4,), OWN))
+    training = np.concatenate([d.x for d in scaled.values()])
+    assert training.mean(axis=0) == pytest.approx(np.zeros(4), abs=1e-5)
+    assert training.std(axis=0) == pytest.approx(np.ones(4), abs=1e-4)
+
+
+def test_samples_that_would_not_fit_into_memory_are_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """400 samples of 64 float32 take 102,400 bytes, and 256 MiB must stay free."""
+    small = find_bundle("digits").manifest
+
+    def free(size: int) -> None:
+        monkeypatch.setattr(datasets.psutil, "virtual_memory", lambda: SimpleNamespace(available=size))
+
+    free((1 << 28) + 102_400)
+    load(DIGITS, 0, small)
+    free((1 << 28) + 102_399)
+    with pytest.raises(DataError, match=r"400 samples of .* take 0\.0 GiB and 0\.3 GiB are free; lower `devices`"):
+        load(DIGITS, 0, small)

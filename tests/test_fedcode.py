@@ -9,6 +9,7 @@ import pytest
 from rounds import Rounds, size
 
 from edge_client.errors import LostError, PayloadError
+from edge_client.methods import fedcode
 from edge_client.methods.fedcode import CLUSTERS, FedCode, k_means, nearest
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
@@ -49,6 +50,26 @@ def test_k_means_comes_near_the_least_error_of_any_clustering(kind: str) -> None
     found = k_means(w.astype(np.float32), 8)
     assert len(found.codebook) == 8
     assert float(((found.weights - w) ** 2).sum()) < 1.02 * least_error(w, 8) + 1e-9
+
+
+@pytest.mark.parametrize(("count", "clusters", "share"), [(150, 3, 0.01), (20_000, 16, 0.01), (20_000, 256, 0.015)])
+def test_lloyds_passes_lower_the_error_of_where_they_begin(
+    count: int, clusters: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start joins runs of a finer division, whose ends are not yet half-way between two centres."""
+    w = np.random.default_rng(0).standard_normal(count).astype(np.float32)
+    found = k_means(w, clusters)
+    monkeypatch.setattr(fedcode, "PASSES", 0)
+    begun = k_means(w, clusters)
+    errors = [float(((k.weights - w.astype(np.float64)) ** 2).sum()) for k in (begun, found)]
+    assert errors[1] < (1 - share) * errors[0]
+
+
+def test_lloyds_passes_end_where_each_centre_is_the_mean_of_the_weights_nearest_to_it() -> None:
+    w = np.random.default_rng(0).standard_normal(150).astype(np.float32)
+    found = k_means(w, 3)
+    means = [w[np.abs(w[:, None] - found.codebook).argmin(axis=1) == i].mean() for i in range(3)]
+    assert found.codebook == pytest.approx(means, abs=1e-6)
 
 
 def test_the_nearest_value_is_chosen() -> None:

@@ -9,7 +9,7 @@ import pytest
 from edge_kernels import bits
 from numpy_mlp import clusters, course, grouped, model, task
 
-from edge_client.bundle import views
+from edge_client.bundle import Init, Tensor, views
 from edge_client.errors import LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.fedavg import FedAvg, Update
@@ -196,3 +196,17 @@ def test_influence_is_the_change_of_the_live_values_and_limited_scales_it() -> N
     less = method.limited(A, state, update, 0.5, 2.0)
     np.testing.assert_allclose(less.parameters, live_values + 1, rtol=1e-6, atol=1e-6)
     assert less.samples == 2.0
+
+
+@pytest.mark.parametrize(("seed", "rate"), [(1, 0.01), (None, 0.003)])
+def test_the_rate_is_careful_only_where_the_whole_bundle_was_trained(seed: int | None, rate: float) -> None:
+    """The smaller network's values come from the whole one, so it has no seed of its own."""
+    statistic = Tensor(name="mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0.5))
+    m = M.model_copy(update={"buffers": (statistic,), "seed": seed})
+    sent = []
+    for lr in (None, rate):
+        method, t = FederatedPruning(keep=0.5, epochs=1, lr=lr), task(m)
+        down = method.downlink(t.assignment.course, 1, method.start(t.assignment.course), None)
+        update = method.local_round(t, None, method.receive(t.assignment, None, down)).update
+        sent.append(update.arrays["parameters"].tobytes())
+    assert sent[0] == sent[1]

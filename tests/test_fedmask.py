@@ -748,3 +748,14 @@ def test_a_federation_learns() -> None:
     end = [fleet.task(d).score(fleet.personal(d)) for d in DEVICES]
     assert np.mean(end) > np.mean(start) + 0.2
     assert isinstance(fleet.records["a"].held, Held)
+
+
+def test_averages_travel_in_steps_of_the_largest_cohort_so_far() -> None:
+    """A later cohort of two averages the elements that it holds; the third of the first one stays a third."""
+    server = Server(FedMask(codec="bits", keep=0.5, prune_layers=1, down="count"))
+    server.fold({f"d{k}": update([1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k in range(3)})
+    others = {f"e{k}": update([0, 0, 0, 1, 1, 1], [k == 0, 1, 0]) for k in range(2)}
+    server.fold(others)
+    assert server.state.levels == 3
+    assert server.state.share.tolist() == pytest.approx([1 / 3, 1, 0, 0.5, 1, 0])
+    assert server.down("d0") == pytest.approx([1 / 3, 1, 0])

@@ -10,6 +10,7 @@ from rounds import M, Rounds
 from edge_client.errors import ConfigError
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.lgfedavg import LGFedAvg
 from edge_client.methods.value_changes import update_stream
 from edge_client.task import Assignment
 
@@ -99,3 +100,17 @@ def test_without_feedback_nothing_is_kept() -> None:
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         make_method({"name": "fedavg", **settings})
+
+
+def test_the_residual_of_lgfedavgs_whole_model_goes_on_as_that_of_its_head() -> None:
+    method, codec = LGFedAvg(num_layers=1, global_rounds=1, up="topk:0.1", feedback=True), "topk:0.1"
+    fleet = Rounds(method)
+    fleet.play("a")
+    head = method.head(fleet.course.model)
+    before = head.gather(fleet.kept["a"].residual)
+    assert np.abs(before).max() > 0
+    fleet.play("a")
+    change = head.gather(fleet.local["a"].trained.parameters - fleet.received["a"].parameters)
+    data = fleet.local["a"].update.arrays[f"change.{codec}"].tobytes()
+    sent = values.decode(codec, data, head.size, update_stream(Assignment(fleet.course, 2, "a")))
+    assert sent + fleet.kept["a"].residual == pytest.approx(change + before, abs=1e-6)

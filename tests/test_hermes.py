@@ -12,16 +12,17 @@ from edge_kernels import bits
 from edge_kernels.pruning import add_lasso_slope, group_norms, keep_largest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy_mlp import clusters, course, grouped, mlp, model, task
+from numpy_mlp import NumpyMlp, clusters, course, grouped, mlp, model, task
 
-from edge_client.bundle import views
+from edge_client.bundle import F32, Init, Tensor, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
 from edge_client.methods.units import Units, counts, live, shrunk, strongest, whole
-from edge_client.narrow import narrow
+from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Task
+from edge_client.training import Gradient
 
 M = grouped(6, 10, 8, 3)
 A = Assignment(course(M), 1, "a")
@@ -179,6 +180,33 @@ def test_training_is_sgd_with_group_lasso_on_the_live_weights_alone() -> None:
     np.testing.assert_allclose(local.trained.parameters, values, rtol=1e-4, atol=1e-5)
     assert not local.trained.parameters[mask == 0].any()
     np.testing.assert_array_equal(local.update.arrays["parameters"], local.trained.parameters[own.places])
+
+
+class Counting(NumpyMlp):
+    """Each step adds 1 to the statistics."""
+
+    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
+        return replace(super().gradient(parameters, buffers, x, y), buffers=buffers + np.float32(1))
+
+    def narrow(self, kept: Channels) -> Counting:
+        return Counting(narrow(self.manifest, kept).manifest)
+
+
+def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device() -> None:
+    """A round has six steps: two epochs of 40 samples in batches of 16."""
+    statistics = Tensor(name="mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0.5))
+    m = M.model_copy(update={"buffers": (statistics,)})
+    method, kept = Hermes(target=1, epochs=2, batch=16), None
+    state = method.start(course(m))
+    for round_, due in ((1, 6.5), (2, 12.5)):
+        t = replace(task(m, round_=round_), trainer=Counting(m))
+        got = method.receive(t.assignment, kept, method.downlink(course(m), round_, state, None))
+        local = method.local_round(t, kept, got)
+        kept = local.kept
+        assert kept.buffers.tolist() == local.trained.buffers.tolist() == [due] * 2
+        assert set(local.update.arrays) == {"parameters"}
+    got = method.receive(t.assignment, kept, method.downlink(course(m), 3, state, None))
+    assert method.personal(t, kept, got).buffers.tolist() == [12.5] * 2
 
 
 def test_units_travel_only_when_they_changed() -> None:

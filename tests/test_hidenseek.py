@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, course, mlp
 from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped, signs_of
 
-from edge_client.bundle import Init, Tensor
+from edge_client.bundle import Init, Model, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import make_method, signs
 from edge_client.methods.hidenseek import UNITS, HideNseek, Kept, Received, widened
@@ -277,6 +277,23 @@ def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
     with pytest.raises(ConfigError, match="in one row"):
         HideNseek().start(course(M.model_copy(update={"groups": M.groups[:1]})))
     HideNseek(keep=1).start(course(mlp(6, 5, 3)))
+
+
+def test_channels_go_in_as_many_steps_as_iterations_says() -> None:
+    """Of seven units three stay. Unit 0 of layer "1" reads unit 0 of layer "0", its unit 1 the four others.
+
+    At first the flows are 4; 1, .9, .8, .7 in layer "0" and 4; 3.4 in layer "1". In one step the largest three stay,
+    and unit 1 of layer "1" has no input left. In steps of one unit at most its inputs go first, and its flow with them.
+    """
+    m = grouped(mlp(1, 5, 2, 2, bias=False))
+    weights = [4, 1, 0.9, 0.8, 0.7, *(1, 0, 0, 0, 0), *(0, 1, 1, 1, 1), *(1, 1), *(0, 0)]
+    net = Model(m, np.array(weights, np.float32), np.zeros(0, np.float32))
+
+    def stay(iterations: int) -> dict[str, list[int]]:
+        return {k: v.tolist() for k, v in HideNseek(keep=3 / 7, iterations=iterations).prune(net).items()}
+
+    assert stay(1) == {"0": [0], "1": [0, 1]}
+    assert stay(20) == {"0": [0, 1], "1": [0]}
 
 
 def test_settings_out_of_range_are_refused_by_name() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from lattice_fleet import NORMED, D, Fleet, M, Pull, pull, samples
 from numpy.typing import NDArray
-from numpy_mlp import NumpyMlp, clusters, model
+from numpy_mlp import NumpyMlp, clusters, mlp, model
 
 from coord_server import guard
 from edge_client.bundle import F32, Manifest
@@ -28,6 +28,7 @@ from edge_client.methods.lattice import MOVES, Lattice
 from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import HISTORY, MIDDLE, dither, grid, nearest, rms, spans, spread, steps
 from edge_client.methods.lattice_levels import apart, lateness, raised, settled
+from edge_client.methods.lattice_train import Plan, train
 from edge_client.methods.lattice_values import Record, Total
 from edge_client.methods.lattice_wire import UpHead, up_head
 from edge_client.protocol.payload import Payload
@@ -41,6 +42,7 @@ def uncoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(method_module.lattice, "decode", lambda data, known: np.frombuffer(data, np.int32))
 
 
+NONE = np.zeros(0, np.float32)
 THREE = {d: samples(i) for i, d in enumerate("abc")}
 
 
@@ -470,6 +472,15 @@ def test_whole_sums_of_moves_leave_nothing_when_the_cell_is_the_level() -> None:
     assert left.tolist() == [0, 0, 0, 0, 0]
 
 
+def test_a_sum_is_rounded_away_from_0_only_from_seven_tenths_of_a_cell() -> None:
+    """From half a cell, as one rounds else, N would move to and fro with the noise of sums about half a cell."""
+    left = np.array([0.5, 0.6, 0.69, 0.71, 1.69, 1.71, -0.5, -0.69, -0.71, -1.71]) * 2**MIDDLE
+    state = replace(Fleet(Lattice(), THREE).state, residual=left.astype(np.float32))
+    change, after = method_module.applied(state, np.zeros(10))
+    assert (change / 2**MIDDLE).tolist() == [0, 0, 0, 1, 1, 2, 0, 0, -1, -2]
+    assert after == pytest.approx(left - change, abs=1e-4)
+
+
 def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
     """The numbers that a device sent in the last round; the model before it is what the device kept."""
     a = Assignment(fleet.course, fleet.round, device, place)
@@ -549,6 +560,15 @@ def test_a_tensor_that_moves_more_has_a_finer_step() -> None:
     assert np.allclose(each, [4, 1, 1, 1])
     assert np.allclose(steps(part, each, 10, 7), 70 * average * np.array([average / 4, 1, 1, 1]), rtol=1e-6)
     assert (steps(part, np.zeros(4, np.float32), 10, 7) > 0).all()
+
+
+def test_the_step_of_a_tensor_that_moves_alone_is_a_fiftieth_of_the_others_at_the_least() -> None:
+    """The last bias has 2 of 10,302 parameters, so by the rule its step would be sqrt(2 / 10302) = .014 of theirs."""
+    part = grid(mlp(100, 100, 2))
+    assert [p.stop - p.start for p in part.places] == [10_000, 100, 200, 2]
+    found = steps(part, np.array([0, 0, 0, 1], np.float32), 10, 7)
+    assert found / found[0] == pytest.approx([1, 1, 1, 0.02])
+    assert found[0] == pytest.approx(70 * (2 / 10_302) ** 0.5)
 
 
 def test_the_dither_of_a_full_cohort_is_stratified_and_its_ends_are_known_from_one_draw() -> None:
@@ -650,6 +670,17 @@ def test_a_damaged_downlink_is_refused_or_reported_as_lost(base: str) -> None:
             fleet.method.receive(a, kept, Payload(arrays))
     with pytest.raises(PayloadError):
         fleet.method.receive(Assignment(fleet.course, 1, device), kept, whole)
+
+
+@pytest.mark.parametrize(("epochs", "due"), [(1, [1.0]), (2, [1.0, 0.525]), (3, [1.0, 0.7625, 0.2875])])
+def test_with_cosine_the_rate_falls_to_a_twentieth(epochs: int, due: list[float]) -> None:
+    """Step i of n has the rate .05 + .95 (1 + cos(pi i / n)) / 2; half-way .05 + .95 / 2. The slope is 1."""
+    trainer = Pull(M, np.ones((3, D), np.float32))
+    t = replace(Fleet(Lattice(), THREE).task("a"), trainer=trainer)
+    plan = Plan(epochs, 8, 1.0, momentum=0.0, cosine=True)
+    assert -train(t, np.zeros(D, np.float32), NONE, plan).parameters == pytest.approx(sum(due))
+    constant = train(t, np.zeros(D, np.float32), NONE, replace(plan, cosine=False))
+    assert -constant.parameters == pytest.approx(epochs)
 
 
 def test_training_lowers_the_loss_at_a_small_part_of_the_bytes() -> None:

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp, clusters, course, mlp
 
-from edge_client.bundle import F32, Manifest
+from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import State
@@ -151,3 +151,29 @@ def test_the_server_averages_the_models_by_samples_and_refuses_others() -> None:
         method.read_update(Assignment(c, 1, "a"), state, None, send([1, 2, 3, float("nan")], 1))
     with pytest.raises(ConfigError, match="variant"):
         make_method({"name": "perfedavg", "variant": "exact"})
+
+
+@dataclass
+class Counting(Quadratic):
+    """Each gradient adds 1 to the statistics."""
+
+    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
+        g = super().gradient(parameters, buffers, x, y)
+        return Gradient(g.loss, g.parameters, buffers + np.float32(1))
+
+
+@pytest.mark.parametrize("variant", ["fo", "hf"])
+@pytest.mark.parametrize(("epochs", "personal"), [(0, 1), (1, 4)])
+def test_batch_norm_statistics_follow_the_outer_gradients_and_then_the_personal_steps(
+    variant: str, epochs: int, personal: int
+) -> None:
+    """Four batches of ten: the inner gradient and those of the curvature leave no trace."""
+    statistic = Tensor(name="mean", shape=(1,), offset=0, init=Init(kind="constant", scale=0.5))
+    m, q = QUADRATIC.model_copy(update={"buffers": (statistic,)}), quadratic()
+    t = task(Counting(m, q.hessian, q.centre))
+    method = one(variant, lr=0.01, batch=10, personal_epochs=epochs)
+    state = State(np.zeros(4, np.float32), np.array([0.5], np.float32))
+    local = method.local_round(t, None, state)
+    assert local.update.arrays["buffers"].tolist() == [4.5]
+    assert local.trained.buffers.tolist() == [4.5 + personal]
+    assert method.personal(t, None, state).buffers.tolist() == [0.5 + personal]

@@ -195,3 +195,17 @@ def test_a_change_that_could_make_the_model_infinite_is_refused() -> None:
     data = fleet.method.write(fleet.course.model, fleet.state.model, change, np.zeros(M.buffers_d, np.float32))
     with pytest.raises(PayloadError, match="lower the learning rate"):
         fleet.method.read_update(a, fleet.state, None, Payload({UPDATE: np.frombuffer(data, np.uint8)}, {"samples": 1}))
+
+
+def test_the_whole_model_is_sent_once_the_missed_updates_are_larger_though_all_are_kept() -> None:
+    """Half of the parameters change in each update; the whole model takes four bytes for each that ever did."""
+    fleet, sizes = Rounds(STC(keep=0.5, epochs=1), rounds=40), []
+    for missed in range(1, 31):
+        fleet.play("b")
+        sent = fleet.ask("a")
+        assert len(fleet.state.lengths) == missed  # nothing was dropped
+        sizes.append((set(sent.arrays), size(sent)))
+        assert size(sent) <= 4 + int(fleet.state.lengths.sum())
+    assert sizes[0][0] == {UPDATES}
+    assert sizes[-1][0] == {MODEL}
+    assert fleet.receive("a").model.parameters.tobytes() == fleet.state.model.parameters.tobytes()

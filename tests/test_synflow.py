@@ -150,3 +150,15 @@ def test_layers_that_form_no_chain_are_refused() -> None:
     both = ChannelGroup("0", 10, (*groups[0].places, *groups[1].at("reads")))
     with pytest.raises(ValueError, match="go from"):
         synflow.prune(tensors, layers, (both, groups[1]), {"0"}, 0.5)
+
+
+def test_a_channel_that_went_does_not_come_back_for_one_whose_flow_ends_later() -> None:
+    # Of five units three stay. Unit 0 of "a" goes first, then unit 1 of "b", which unit 1 of "a" alone fed: that one
+    # is left without flow, as unit 0 is, which has the lower index.
+    tensors = {
+        "a": np.array([[0.5], [1], [5]], np.float32),
+        "b": np.array([[1, 0, 1], [0, 1, 0]], np.float32),
+        "c": np.array([[1, 1]], np.float32),
+    }
+    kept = synflow.prune(tensors, list(tensors), groups_of(*tensors, sizes={"a": 3, "b": 2}), {"a", "b"}, 0.6)
+    assert {k: v.tolist() for k, v in kept.items()} == {"a": [1, 2], "b": [0]}

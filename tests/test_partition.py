@@ -1,0 +1,54 @@
+"""Divisions of a data set by class: what Dirichlet's alpha does to the shares, and the fewest samples of a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from edge_bench import partition
+
+from edge_client.errors import ConfigError
+
+DEVICES, CLASSES, EACH = 4, 500, 100
+
+
+def variance(alpha: float, seed: int = 0) -> float:
+    """The variance, over classes and devices, of the share that a device has of a class."""
+    y, one = np.repeat(np.arange(CLASSES), EACH), np.ones(CLASSES * EACH, np.int64)
+    owner = partition.by_class(y, one, DEVICES, seed, alpha, None)
+    held = np.bincount(y * DEVICES + owner, minlength=CLASSES * DEVICES)
+    return float(np.var(held / EACH))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
+def test_the_shares_of_a_class_have_the_variance_of_dirichlet_with_this_alpha(alpha: float) -> None:
+    """(1 / K) (1 - 1 / K) / (K alpha + 1) for K devices; .134, .0375 and .0046 for four."""
+    due = 1 / DEVICES * (1 - 1 / DEVICES) / (DEVICES * alpha + 1)
+    assert variance(alpha) == pytest.approx(due, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_one_seed_a_larger_alpha_gives_more_even_shares(seed: int) -> None:
+    assert variance(0.05, seed) > variance(0.5, seed) > variance(5.0, seed) > variance(50.0, seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_division_that_leaves_a_device_too_few_samples_is_drawn_again(seed: int) -> None:
+    """Nearly all of each of six classes goes to one of four devices: most draws forget a device."""
+    y = np.repeat(np.arange(6), 30)
+    owner = partition.by_class(y, np.ones(180, np.int64), 4, seed, 0.1, None)
+    assert np.bincount(owner, minlength=4).min() >= partition.FEWEST
+
+
+def test_groups_count_as_their_samples_towards_the_fewest() -> None:
+    """Twelve groups of one class: of five samples each two are enough, of four each three are."""
+    y = np.zeros(12, np.int64)
+    for size, fewest in ((5, 2), (4, 3)):
+        draws = [partition.by_class(y, np.full(12, size), 3, seed, 1.0, None) for seed in range(30)]
+        assert min(np.bincount(owner, minlength=3).min() for owner in draws) == fewest
+
+
+def test_where_no_draw_leaves_every_device_enough_that_is_said() -> None:
+    """Each class goes whole to one device, and there are more devices than classes."""
+    y = np.repeat(np.arange(2), 50)
+    with pytest.raises(ConfigError, match="no division left every one of 5 devices 10 samples; raise alpha"):
+        partition.by_class(y, np.ones(100, np.int64), 5, 0, 1e-4, None)

@@ -1,0 +1,103 @@
+"""The record of a run: bytes, bits and seconds of three rounds by hand, and what is said of a poor end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from edge_bench import report
+from numpy_mlp import mlp, model
+
+from edge_client.methods import make_method
+from edge_client.protocol.messages import Round, Scores, Traffic
+
+
+def played(round_: int, devices: list[str], seconds: float, bits: float, **sides: dict[str, int]) -> Round:
+    return Round(
+        round=round_,
+        devices=devices,
+        traffic=Traffic(**sides),
+        bits_per_parameter_up=bits,
+        bits_per_parameter_down=2 * bits,
+        loss=None,
+        score_before=None,
+        score_after=None,
+        seconds=seconds,
+    )
+
+
+ROUNDS = [
+    played(1, ["a", "b"], 1.0, 4.0, up={"moves": 60}, down={"change": 80}, one_time_down={"units": 30}),
+    played(2, ["a"], 2.0, 1.0, up={"moves": 30, "header": 6}, down={"change": 16}, one_time_up={"units": 10}),
+    played(3, ["a"], 9.0, 1.0, up={"moves": 24}, down={"change": 24}, last_down={"counts": 100}),
+]
+"""Four turns of "a" and "b"; "c" and "d" took part in none, and receive the last downlink as those do."""
+
+
+def test_traffic_is_for_each_turn_of_a_device_and_what_is_sent_once_for_each_device_that_took_part() -> None:
+    found = report.traffic(ROUNDS, 4)
+    assert found["device_rounds"] == 4
+    assert found["bytes_up_per_device_round"] == (60 + 36 + 24) / 4
+    assert found["bytes_down_per_device_round"] == (80 + 16 + 24) / 4
+    assert found["one_time_bytes_up_per_device"] == 10 / 2
+    assert found["one_time_bytes_down_per_device"] == 30 / 2
+    assert found["bytes_by_kind"]["up"] == {"moves": 114, "header": 6}
+
+
+def test_all_bytes_of_a_device_are_those_of_the_whole_federation_and_its_last_downlinks() -> None:
+    found = report.traffic(ROUNDS, 4)
+    assert found["last_bytes_down_per_device"] == 100 / 4
+    assert found["bytes_per_device"] == (120 + 10 + 120 + 30 + 100) / 4
+
+
+def test_bits_are_the_mean_over_turns_and_seconds_the_median_of_the_rounds() -> None:
+    found = report.traffic(ROUNDS, 4)
+    assert found["bits_per_parameter_up"] == pytest.approx((2 * 4 + 1 + 1) / 4)
+    assert found["bits_per_parameter_down"] == pytest.approx(2 * (2 * 4 + 1 + 1) / 4)
+    assert found["seconds_per_round"] == 2.0
+
+
+def test_bytes_of_devices_that_no_round_counts_are_told_apart() -> None:
+    """The rounds count 130 bytes up and 150 down, and 100 after the last one."""
+    devices = [SimpleNamespace(bytes_up=100, bytes_down=200, messages_up={}, messages_down={}) for _ in range(2)]
+    ended: Any = SimpleNamespace(rounds=ROUNDS, devices=devices, scores=lambda: None)
+    found = report.federation(ended)
+    assert found["uncounted_bytes_per_device"] == {"up": (200 - 130) / 2, "down": (400 - 150 - 100) / 2}
+
+
+def test_the_best_round_is_the_one_whose_devices_score_most_after_training() -> None:
+    def scores(mean: float) -> Scores:
+        return Scores(mean=mean, worst=0, p10=0, best=1)
+
+    rounds = [
+        r.model_copy(update={"score_before": scores(before), "score_after": scores(after)})
+        for r, before, after in zip(ROUNDS, (0.1, 0.5, 0.6), (0.4, 0.9, 0.7), strict=True)
+    ]
+    rows = [SimpleNamespace(record=r, everyone=scores(0.1 * r.round)) for r in rounds]
+    ends = {"final": None, "final_after": None, "start": None, "vain_bytes": 0, "kept_share": 1.0}
+    digests = {"state_sha256": "", "personal_sha256": ""}
+    result: Any = SimpleNamespace(method=make_method({"name": "fedavg"}), rows=rows, devices=4, **ends, **digests)
+    found = report.simulated(result, model(mlp(2, 2)))
+    assert found["best_round"] == {"round": 2, "score_before": 0.5, "score_after": 0.9}
+    assert found["best_round_of_all_devices"] == {"score_mean": pytest.approx(0.3), "round": 3}
+
+
+@pytest.mark.parametrize(("score", "named"), [(0.51, False), (0.45, True), (0.26, True)])
+def test_a_method_is_named_below_half_of_the_best_ones_score(score: float, named: bool) -> None:
+    methods = {name: make_method({"name": name}) for name in ("fedavg", "fedpm")}
+    records = {"fedavg": {"score_mean": 1.0, "score_start": 0.1}, "fedpm": {"score_mean": score, "score_start": 0.1}}
+    assert bool(report.warnings(records, methods)) is named
+
+
+@pytest.mark.parametrize(("mine", "alone", "hinted"), [(1, 5, True), (5, 5, False), (5, 1, False)])
+def test_a_method_of_fewer_epochs_than_training_alone_is_advised_to_take_as_many(
+    mine: int, alone: int, hinted: bool
+) -> None:
+    methods = {
+        "mine": make_method({"name": "fedavg", "epochs": mine}),
+        "standalone": make_method({"name": "standalone", "epochs": alone}),
+    }
+    records = {name: {"score_mean": score, "score_start": 0.1} for name, score in (("mine", 0.6), ("standalone", 0.9))}
+    (said,) = report.warnings(records, methods)
+    assert (f"epochs = {alone}, as standalone has (here {mine}), then " in said) is hinted
