@@ -6,7 +6,7 @@ python -m edge_bench.results_page          writes docs/results.md and every tabl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,12 +38,15 @@ the devices and over the seeds, with the standard deviation over the seeds.
 * **theirs**: MiB up and down of a device and round as the method's paper counts them, where it has a count of its own.
 * **kept**: share of the parameters that the devices' own models keep.
 * **earlier version**: the method has changed since; its row is from before.
+* Cells are run at different times: the file names the commit and the machine of each. A `+` after a commit stands for
+  changes that were not committed yet.
 """
 
 COLUMNS = (
     "method", "paper", "ours", "late", "after epochs", "best round", "bits up", "bits down", "MB in all", "less",
     "theirs", "kept",
 )  # fmt: skip
+PAPER = COLUMNS.index("paper")
 MEASURES = {"final": "ours", "after": "after epochs", "best": "best round"}
 
 
@@ -122,16 +125,17 @@ def tables(result: Mapping[str, Any]) -> str:
             out.append(f"### {task}\n")
         out.append(
             f"`{what['bundle']}`, {what['data']['name']}, {what['rounds']} rounds of {what['cohort']} devices, "
-            f"seeds {', '.join(map(str, seeds)) or 'none'}. The paper's score is to be compared with *{measure}*.\n"
+            f"seeds {', '.join(map(str, seeds)) or 'none'}."
+            + (f" The paper's score is to be compared with *{measure}*.\n" if result["paper"] else "\n")
         )
-        out += [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * 2}{' ---: |' * (len(COLUMNS) - 2)}"]
         paper, baseline = result["paper"].get(task, {}), rows.get(settings["baseline"])
+        out += [row_of(COLUMNS, result), row_of(["---"] * 2 + ["---:"] * (len(COLUMNS) - 2), result)]
         old = {r["label"] for r in result["runs"].values() if r["task"] == task and earlier(r, settings)}
         for label in settings["methods"]:
             if label in rows:
-                out.append(f"| {' | '.join(line(rows[label], seeds, paper.get(label), baseline, label in old))} |")
-            else:
-                out.append(f"| {label} | {printed(paper.get(label))} | not run |{' - |' * (len(COLUMNS) - 3)}")
+                out.append(row_of(line(rows[label], seeds, paper.get(label), baseline, label in old), result))
+            elif label in paper:
+                out.append(row_of([label, printed(paper[label]), "not run", *["-"] * (len(COLUMNS) - 3)], result))
         out.append("")
         starts = {r["seed"]: r.get("score_start") for r in result["runs"].values() if r["task"] == task}
         if starts and None not in starts.values():
@@ -139,6 +143,11 @@ def tables(result: Mapping[str, Any]) -> str:
         if any("multiply_adds_small" in row for row in rows.values()):
             out += [*small_models(rows), ""]
     return "\n".join(out)
+
+
+def row_of(cells: Sequence[str], result: Mapping[str, Any]) -> str:
+    """A line of a table; the column of the paper is left out where no paper is."""
+    return f"| {' | '.join(cell for i, cell in enumerate(cells) if i != PAPER or result['paper'])} |"
 
 
 def against_start(start: float, rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -178,8 +187,8 @@ def section(name: str, result: Mapping[str, Any], notes: str) -> str:
     lines = [
         f"## {name}: {result['title']}",
         "",
-        f"{result['reference']}. `{result['command']}`, commit {result['commit'] or 'unknown'}, "
-        f"{result['machine']['processor']}, {result['machine']['cores']} cores.{chosen}",
+        f"{result['reference']}. `{result['command']}`, table of commit {result['commit'] or 'unknown'}, "
+        f"{result['machine']['cores']} cores.{chosen}",
         "",
         tables(result).rstrip(),
         "",
