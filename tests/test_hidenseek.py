@@ -290,7 +290,7 @@ def test_channels_go_in_as_many_steps_as_iterations_says() -> None:
     net = Model(m, np.array(weights, np.float32), np.zeros(0, np.float32))
 
     def stay(iterations: int) -> dict[str, list[int]]:
-        return {k: v.tolist() for k, v in HideNseek(keep=3 / 7, iterations=iterations).prune(net).items()}
+        return {k: v.tolist() for k, v in HideNseek(keep=3 / 7, iterations=iterations).prune(net).channels.items()}
 
     assert stay(1) == {"0": [0], "1": [0, 1]}
     assert stay(20) == {"0": [0, 1], "1": [0]}

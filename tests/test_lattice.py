@@ -126,7 +126,7 @@ def test_a_federation_of_one_device_equals_local_training_in_expectation() -> No
 def test_permuting_the_devices_changes_nothing_given_their_places() -> None:
     data = {"a": samples(0, 8), "b": samples(1, 24), "c": samples(2, 16)}
     renamed = {"x": data["c"], "y": data["a"], "z": data["b"]}
-    one, two = Fleet(Lattice(epochs=1, lr=0.1), data), Fleet(Lattice(lr=0.1), renamed)
+    one, two = Fleet(Lattice(epochs=1, lr=0.1), data), Fleet(Lattice(epochs=1, lr=0.1), renamed)
     for _ in range(4):
         one.play("a", "b", "c")
         two.play("y", "z", "x")

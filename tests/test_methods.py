@@ -31,7 +31,7 @@ NONE = np.zeros(0, np.float32)
     [
         ("coupled", {"theta0": 0.5}, "theta0 = 0.5 for weights from a seed"),
         ("deltamask", {"theta0": 0.4}, "theta0 = 0.5 for weights from a seed"),
-        ("fedmap", {"floor": 1}, "a larger floor"),
+        ("fedmap", {"floor": 1}, "a larger every"),
         ("fedmask", {"keep": 0.8}, "keep = 0.8"),
         ("federated_pruning", {"keep": 1}, "a larger keep"),
         ("hermes", {"target": 1}, "a larger target"),

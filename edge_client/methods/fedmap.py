@@ -189,18 +189,19 @@ class FedMap(LocalSgd):
     # --- what both sides know
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
-        return ("a larger floor", "lr") if self.floor < 1 else ("lr",)
+        return ("lr", "a larger every") if self.prune and self.floor < 1 else ("lr",)
 
     def caution(self, course: Course) -> str | None:
         """That no pruning comes; that momentum and FedDR's reflection do not go together."""
-        if not self.prunings(course, course.rounds):
-            return f"every = {self.every}, but rounds = {course.rounds}: nothing is pruned; raise rounds above every"
-        if self.dr is None or not self.momentum:
-            return super().caution(course)
-        return (
-            f"with dr, momentum = {self.momentum:g} carries a device's model beyond its optimum, and the reflection "
-            "doubles that; FedDR itself has momentum = 0"
-        )
+        said = []
+        if self.prune and self.floor < 1 and not self.prunings(course, course.rounds):
+            said = [f"every = {self.every}, but rounds = {course.rounds}: nothing is pruned; raise rounds above every"]
+        if self.dr is not None and self.momentum:
+            said.append(
+                f"with dr, momentum = {self.momentum:g} carries a device's model beyond its optimum, and the "
+                "reflection doubles that; FedDR itself has momentum = 0"
+            )
+        return "; ".join(said) or super().caution(course)
 
     def prunings(self, course: Course, round_: int) -> int:
         """How often the step schedule has pruned when a round trains. The last round's model is not pruned again."""

@@ -151,7 +151,7 @@ class Hermes(LocalSgd):
         return Payload({"parameters": state.parameters[units.places]}, name)
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
-        return ("a larger target", "lr") if self.target < 1 else ("lr",)
+        return ("lr", "a larger target") if self.target < 1 else ("lr",)
 
     def unpruned(self) -> str | None:
         """Only the devices know their validation scores, so that the gate stayed closed is known at the end."""

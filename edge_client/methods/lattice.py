@@ -99,6 +99,7 @@ class Lattice(Settings):
     # --- server half
 
     def start(self, course: Course) -> State:
+        self.refuse_idle()
         if self.prune is not None:
             check(course, self.prune, self.prune_after, self.prune_keep)
         part = grid(course.model.manifest)

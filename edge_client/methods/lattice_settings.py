@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from edge_client.bundle import F32, Model
+from edge_client.errors import ConfigError
 from edge_client.methods import MORE_EPOCHS, lattice_grid
 from edge_client.methods.lattice_grid import MIDDLE, grid
 from edge_client.methods.lattice_network import Network
@@ -17,19 +18,19 @@ from edge_client.methods.local_sgd import LocalSgd, window
 from edge_client.task import Course
 
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
-STEPS, MOST_EPOCHS = 50, 5  # of a round by default: one epoch, or as many as these steps hold, at most five
+STEPS, MOST_EPOCHS = 50, 5  # of a round, where `epochs` is 0
 OF_PRUNING = ("prune_after", "prune_keep", "prune_epochs", "prune_lr")
+QUANTUM = 0.25  # the least: with much finer ones updates exceed `update_limit`, and moves 16 bits
 LEAST = 1536.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
 
 
 class Settings(LocalSgd):
     """How fine the grid is, how devices train, what is pruned."""
 
-    quantum: Annotated[float, Field(ge=0.25, le=10_000)] = 2.5
-    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty. With much finer
-    ones than the least, updates exceed `update_limit`, and moves 16 bits."""
+    quantum: Annotated[float, Field(ge=QUANTUM, le=10_000)] = 2.5
+    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty."""
     epochs: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Of a round; 0: as many as 50 steps hold, at least one, at most five."""
+    """Passes over a device's samples in a round; 0: up to five while they fit into 50 steps, else one."""
     cosine: bool = False
     """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
@@ -49,25 +50,23 @@ class Settings(LocalSgd):
     """Rounds of the whole network."""
     prune_keep: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
     """The share that stays of a channel group, by its name, in place of the rule's."""
-    prune_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Epochs of the smaller network in a round; 0: twice those of the whole one."""
+    prune_epochs: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Epochs of the smaller network in a round; with `epochs = 0` no fewer than those of the whole one."""
     prune_lr: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Its learning rate; None: `lr`, else 0.01 also where the whole network needs a careful one."""
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Epochs that make the personal model after the last round, at a third of the whole network's rate."""
 
-    @model_validator(mode="after")
-    def _prunes(self) -> Settings:
-        if self.prune is not None:
-            return self
-        for name in OF_PRUNING:
+    def refuse_idle(self) -> None:
+        """Raise ConfigError when a setting of the pruning is given without `prune`."""
+        for name in OF_PRUNING if self.prune is None else ():
             # A federation's settings are written down with their defaults, which say nothing.
             if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"{name} = {value!r} changes nothing without pruning; set prune too, or leave it out")
-        return self
+                raise ConfigError(f"{name} = {value!r} changes nothing without pruning; set prune too, or leave it out")
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
-        return "lr", MORE_EPOCHS, "a smaller quantum"
+        finer = self.quantum > QUANTUM
+        return ("lr", MORE_EPOCHS, "a smaller quantum") if finer else ("lr", MORE_EPOCHS)
 
     def unit(self, course: Course, each: F32) -> F32:
         """What one count moves a weight of each tensor, float32[tensors]."""
@@ -93,11 +92,13 @@ class Settings(LocalSgd):
 
     def plan(self, net: Network, samples: int) -> Plan:
         """How a device with so many samples trains this network in a round."""
-        epochs = self.epochs or min(MOST_EPOCHS, max(1, STEPS // -(-samples // self.batch)))
+        fitting = min(MOST_EPOCHS, max(1, STEPS // -(-samples // self.batch)))
         if net.units is None:
-            return Plan(epochs, self.batch, self.learning_rate(net.model), self.momentum, self.cosine)
+            rate = self.learning_rate(net.model)
+            return Plan(self.epochs or fitting, self.batch, rate, self.momentum, self.cosine)
         rate = self.prune_lr or self.lr or self.usual_lr
-        return Plan(self.prune_epochs or 2 * epochs, self.batch, rate, self.momentum, cosine=True)
+        epochs = self.prune_epochs if self.epochs else max(self.prune_epochs, fitting)
+        return Plan(epochs, self.batch, rate, self.momentum, cosine=True)
 
     def personal_plan(self, net: Network, samples: int) -> Plan:
         """How a device with so many samples makes its personal model."""

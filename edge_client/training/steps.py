@@ -70,7 +70,7 @@ def masked_step(
     if compiled is not False and isinstance(gate, SigmoidThreshold | SignTanh | Bernoulli):
         try:
             from edge_client.training.compiled import CompiledStep
-        except (ImportError, OSError):  # not installed, or a numba that does not fit what is installed
+        except (ImportError, OSError, RuntimeError):  # no numba, one that does not fit, or no folder for its cache
             if compiled:
                 raise
         else:

@@ -23,7 +23,7 @@ from edge_kernels.codecs.arrivals import LEAST, MOST, UNIT, chance, ends
 
 try:
     from edge_kernels import lattice_compiled as compiled
-except (ImportError, OSError):  # numba is not installed, or does not fit what is installed
+except (ImportError, OSError, RuntimeError):  # no numba, one that does not fit, or no folder for its cache
     compiled = None  # type: ignore[assignment]
 
 F64 = NDArray[np.float64]

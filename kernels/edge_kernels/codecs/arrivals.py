@@ -21,7 +21,7 @@ from edge_kernels.codecs.sets import CodecError
 
 try:
     from edge_kernels.codecs import arrivals_compiled as compiled
-except (ImportError, OSError):  # numba is not installed, or does not fit what is installed
+except (ImportError, OSError, RuntimeError):  # no numba, one that does not fit, or no folder for its cache
     compiled = None  # type: ignore[assignment]
 
 I64 = NDArray[np.int64]
