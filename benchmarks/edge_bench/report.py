@@ -140,9 +140,8 @@ def federation(ended: Ended, start: Scores | None = None) -> Record:
     return record
 
 
-def _advice(method: Method, model: Model | None, other: str, epochs: int | None) -> list[str]:
-    """The method's hints; one of them or the first is the number of `epochs` that the method `other` has, if more."""
-    hints, own = list(method.hints(model)), getattr(method, "epochs", None)
+def _advice(hints: Sequence[str], own: int | None, other: str, epochs: int | None) -> Sequence[str]:
+    """The hints; one of them or the first is the number of `epochs` that the method `other` has, if more than `own`."""
     if not own or epochs is None or own >= epochs:  # 0: the method chooses
         return hints
     at, found = (hints.index(MORE_EPOCHS), 1) if MORE_EPOCHS in hints else (0, 0)
@@ -168,7 +167,8 @@ def warnings(
         hints: Sequence[str] = methods[label].hints(model)
         if alone is not None and alone != label:
             bases["training alone"] = records[alone]["score_mean"]
-            hints = _advice(methods[label], model, alone, getattr(methods[alone], "epochs", None))
+            own, epochs = (getattr(methods[which], "epochs", None) for which in (label, alone))
+            hints = _advice(hints, own, alone, epochs)
         if limited := guard.said(r.get("guarded", 0)):
             found.append(f"{label}: {limited}")
         if r.get("kept_share") == 1 and (unpruned := methods[label].unpruned()):

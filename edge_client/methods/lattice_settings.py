@@ -59,9 +59,9 @@ class Settings(LocalSgd):
 
     def refuse_idle(self) -> None:
         """Raise ConfigError when a setting of the pruning is given without `prune`."""
+        default = type(self)()  # a federation's settings are written down with their defaults, which say nothing
         for name in OF_PRUNING if self.prune is None else ():
-            # A federation's settings are written down with their defaults, which say nothing.
-            if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
+            if (value := getattr(self, name)) != getattr(default, name):
                 raise ConfigError(f"{name} = {value!r} changes nothing without pruning; set prune too, or leave it out")
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:

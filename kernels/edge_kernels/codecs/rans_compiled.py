@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-_SCALE = 15  # that of `rans`
-_FULL, _LOW = 1 << _SCALE, 1 << 16
+from edge_kernels.codecs.rans import LOW, SCALE
+
+_FULL = 1 << SCALE
 
 
 @njit(cache=True)
@@ -22,7 +23,7 @@ def read(runs: Any, edges: Any, freqs: Any, first: Any, states: Any, words: Any)
     at = used = 0
     for table in range(len(runs)):
         begin, end = np.int64(first[table]), np.int64(first[table + 1])
-        base = np.int64(table) << _SCALE
+        base = np.int64(table) << SCALE
         for _ in range(runs[table]):
             x = np.int64(states[at % lanes])
             slot = base + (x & (_FULL - 1))
@@ -34,8 +35,8 @@ def read(runs: Any, edges: Any, freqs: Any, first: Any, states: Any, words: Any)
                 else:
                     high = middle
             symbols[at] = low - begin
-            x = (x >> _SCALE) * np.int64(freqs[low]) + slot - np.int64(edges[low])
-            if x < _LOW:
+            x = (x >> SCALE) * np.int64(freqs[low]) + slot - np.int64(edges[low])
+            if x < LOW:
                 if used == len(words):
                     return symbols, used + 1
                 x = x << 16 | np.int64(words[used])
@@ -53,9 +54,9 @@ def write(entries: Any, edges: Any, freqs: Any, states: Any) -> Any:
     at = len(words)
     for i in range(len(entries) - 1, -1, -1):
         freq, x = np.int64(freqs[entries[i]]), np.int64(states[i % lanes])
-        if x >= freq << (32 - _SCALE):
+        if x >= freq << (32 - SCALE):
             at -= 1
-            words[at] = x & (_LOW - 1)
+            words[at] = x & (LOW - 1)
             x >>= 16
         states[i % lanes] = x + x // freq * (_FULL - freq) + (np.int64(edges[entries[i]]) & (_FULL - 1))
     return words[at:]
