@@ -299,7 +299,8 @@ class Lattice(Settings):
         net, task = received.net, received.net.task(task)
         a, part = task.assignment, net.part
         rival = net.model if self.guarded(net) and received.samples else None
-        own = train(task, received.parameters, received.statistics, self.plan(net, task.samples), rival=rival)
+        plan = self.plan(net, self.passes(net, task.samples))
+        own = train(task, received.parameters, received.statistics, plan, rival=rival)
         change = part.gather(own.parameters) - part.gather(received.parameters)
         arrays: Arrays = {}
         if not received.samples:
@@ -325,7 +326,7 @@ class Lattice(Settings):
         """The global model; after the last round trained on the device's samples, if that does not diverge."""
         net, parameters, buffers = received.net, received.parameters, received.statistics
         if self.personal_epochs and task.assignment.round > task.assignment.rounds:
-            plan = self.personal_plan(net, task.samples)
+            plan = self.personal_plan(net)
             with suppress(DivergedError):
                 own = train(net.task(task), parameters, buffers, plan, phase="personal")
                 parameters, buffers = own.parameters, own.buffers

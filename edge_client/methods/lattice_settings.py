@@ -90,17 +90,21 @@ class Settings(LocalSgd):
         """Number of statistics that travel."""
         return model.manifest.buffers_d if self.statistics == "mean" else 0
 
-    def plan(self, net: Network, samples: int) -> Plan:
-        """How a device with so many samples trains this network in a round."""
-        fitting = min(MOST_EPOCHS, max(1, STEPS // -(-samples // self.batch)))
+    def passes(self, net: Network, samples: int) -> int:
+        """The epochs of a round in which a device with so many samples trains this network."""
+        own = self.epochs or min(MOST_EPOCHS, max(1, STEPS // -(-samples // self.batch)))
         if net.units is None:
-            rate = self.learning_rate(net.model)
-            return Plan(self.epochs or fitting, self.batch, rate, self.momentum, self.cosine)
+            return own
+        return self.prune_epochs if self.epochs else max(self.prune_epochs, own)
+
+    def plan(self, net: Network, epochs: int) -> Plan:
+        """How a device trains this network in a round of so many epochs."""
+        if net.units is None:
+            return Plan(epochs, self.batch, self.learning_rate(net.model), self.momentum, self.cosine)
         rate = self.prune_lr or self.lr or self.usual_lr
-        epochs = self.prune_epochs if self.epochs else max(self.prune_epochs, fitting)
         return Plan(epochs, self.batch, rate, self.momentum, cosine=True)
 
-    def personal_plan(self, net: Network, samples: int) -> Plan:
-        """How a device with so many samples makes its personal model."""
+    def personal_plan(self, net: Network) -> Plan:
+        """How a device makes its personal model."""
         rate = self.learning_rate(net.origin.model) * PERSONAL_RATE
-        return replace(self.plan(net, samples), epochs=self.personal_epochs, rate=rate)
+        return replace(self.plan(net, self.personal_epochs), rate=rate)
