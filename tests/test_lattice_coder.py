@@ -75,9 +75,9 @@ def test_what_is_decoded_is_what_was_encoded_whatever_both_sides_know(case: tupl
 
 def numpy_alone(patch: pytest.MonkeyPatch, few: int) -> None:
     """Without compiled loops; up to `few` lanes are read one symbol at a time, more of them together."""
-    patch.setattr(arrivals, "compiled", None)
+    patch.setattr(arrivals, "loops", lambda _: None)
     patch.setattr(arrivals, "FEW", few)
-    patch.setattr(lattice_model, "compiled", None)
+    patch.setattr(lattice_model, "loops", lambda _: None)
 
 
 @pytest.fixture(params=[None, 0, arrivals.MAX_LANES], ids=["compiled", "lanes together", "symbol by symbol"])

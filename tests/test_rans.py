@@ -36,7 +36,7 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param == "compiled":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(rans, "loops", lambda: None)
+        monkeypatch.setattr(rans, "loops", lambda _: None)
 
 
 @pytest.mark.usefixtures("loops")

@@ -11,6 +11,7 @@ With numba installed (extra `fast`) the same step runs compiled, equal to roundi
 from __future__ import annotations
 
 import numpy as np
+from edge_kernels.compiled import loops
 
 from edge_client.bundle import F32
 from edge_client.training.gates import Bernoulli, Gate, GroupLasso, SigmoidThreshold, SignTanh
@@ -61,18 +62,15 @@ def masked_step(
     scores: F32,
     optimiser: Optimiser,
     lasso: GroupLasso | None = None,
-    compiled: bool | None = None,
+    compiled: bool = True,
 ) -> MaskedStep:
-    """The step of a gate with an optimiser; `compiled` None means compiled where numba is installed.
+    """The step of a gate with an optimiser; with `compiled` the compiled one where numba is installed.
 
-    A gate of another package runs by numpy. Raises ImportError for ``compiled=True`` without numba.
+    A gate of another package runs by numpy.
     """
-    if compiled is not False and isinstance(gate, SigmoidThreshold | SignTanh | Bernoulli):
-        try:
-            from edge_client.training.compiled import CompiledStep
-        except (ImportError, OSError, RuntimeError):  # no numba, one that does not fit, or no folder for its cache
-            if compiled:
-                raise
-        else:
-            return CompiledStep(gate, weights, scores, optimiser, lasso)
+    if compiled and isinstance(gate, SigmoidThreshold | SignTanh | Bernoulli):
+        module = loops(__name__)
+        if module is not None:
+            step: MaskedStep = module.CompiledStep(gate, weights, scores, optimiser, lasso)
+            return step
     return MaskedStep(gate, weights, scores, optimiser, lasso)

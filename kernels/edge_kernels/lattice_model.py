@@ -20,11 +20,7 @@ from numpy.typing import NDArray
 
 from edge_kernels.codecs import CodecError
 from edge_kernels.codecs.arrivals import LEAST, MOST, UNIT, chance, ends
-
-try:
-    from edge_kernels import lattice_compiled as compiled
-except (ImportError, OSError, RuntimeError):  # no numba, one that does not fit, or no folder for its cache
-    compiled = None  # type: ignore[assignment]
+from edge_kernels.compiled import loops
 
 F64 = NDArray[np.float64]
 I16 = NDArray[np.int16]
@@ -120,6 +116,7 @@ class Model:
 
     def indices(self, low: int, high: int, table: U32) -> tuple[I16, I64]:
         """Of a pass the elements' indices into the curve, int16[n], and by `table` the hazard before each of them."""
+        compiled = loops(__name__)
         if compiled is None or not self.tensors:
             index = _part(self.base - self.scales(), low, high)
             return index, ends(_looked_up(table, index))
@@ -129,6 +126,7 @@ class Model:
     def expected(self, low: int, high: int, index: I16, table: U32) -> tuple[list[tuple[I64, I64]], I64]:
         """The members that `table` expects in a pass, in units of 2**-20: by each tensor's rows and columns; and how
         many elements have each index."""
+        compiled = loops(__name__)
         if compiled is None or not self.tensors:
             due = _looked_up(table, index)
             before, sums = ends(due), _spread(due, self.d, low, high)

@@ -13,16 +13,13 @@ docs/codecs.md specifies the bytes.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels.codecs.sets import CodecError
-
-try:
-    from edge_kernels.codecs import arrivals_compiled as compiled
-except (ImportError, OSError, RuntimeError):  # no numba, one that does not fit, or no folder for its cache
-    compiled = None  # type: ignore[assignment]
+from edge_kernels.compiled import loops
 
 I64 = NDArray[np.int64]
 
@@ -151,7 +148,7 @@ class Writer:
     def bytes(self) -> bytes:
         """The states, then the words."""
         x = np.full(self._lanes, _LOW, np.int64)
-        words: list[I64] = []
+        words, compiled = list[I64](), loops(__name__)
         for starts, freqs in zip(reversed(self._starts), reversed(self._freqs), strict=True):
             if compiled is not None:
                 words.append(compiled.write(starts, freqs, x))
@@ -205,8 +202,8 @@ class Reader:
         """The sorted members of the next list, whose hazards are `before`."""
         x, words = self._x, self._words
         cuts = _cuts(before, len(x))
-        if compiled is not None:
-            return self._compiled(before, cuts)
+        if (compiled := loops(__name__)) is not None:
+            return self._compiled(compiled, before, cuts)
         if len(x) <= FEW:
             return self._one_by_one(before, cuts)
         at, end, after = cuts[:-1], cuts[1:], before[1:]
@@ -280,7 +277,7 @@ class Reader:
         self._x[:] = states
         return np.array(sorted(members), np.int64)
 
-    def _compiled(self, before: I64, cuts: I64) -> I64:
+    def _compiled(self, compiled: Any, before: I64, cuts: I64) -> I64:
         """The same by the compiled loop."""
         left = self._most - self._steps
         tables = _BELOW, _INSIDE, _OFFSET

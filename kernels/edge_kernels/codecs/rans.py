@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels.codecs.sets import CodecError
+from edge_kernels.compiled import loops
 
 SCALE = 15  # log2 of the sum of a table's frequencies
 LOW = 1 << 16  # the smallest state
@@ -45,16 +45,6 @@ class Tables:
     edges: U32
     freqs: U32
     first: U32
-
-
-@lru_cache(maxsize=1)
-def loops() -> Any:
-    """The compiled loops, or None. Loaded when numbers are first coded: numba takes 40 MB, an idle coordinator none."""
-    try:
-        from edge_kernels.codecs import rans_compiled
-    except (ImportError, OSError, RuntimeError):  # no numba, one that does not fit, or no folder for its cache
-        return None
-    return rans_compiled
 
 
 def geometric_tables(ratios: Sequence[int]) -> Tables:
@@ -83,7 +73,7 @@ def _geometric(ratio: int) -> tuple[int, ...]:
 
 def encode(entries: U32, tables: Tables, states: U64) -> NDArray[np.uint16]:
     """Encode table entries, one per symbol, into 16-bit words and `states` (uint64[lanes], changed in place)."""
-    compiled = loops()
+    compiled = loops(__name__)
     if compiled is not None and len(states):
         coded: NDArray[np.uint16] = compiled.write(entries, tables.edges, tables.freqs, states)
         return coded
@@ -119,7 +109,7 @@ def decode(runs: NDArray[np.int64], tables: Tables, states: U64, words: NDArray[
 
     Returns the symbols and the number of words read. Changes `states`. Raises CodecError when the words run out.
     """
-    compiled = loops()
+    compiled = loops(__name__)
     if compiled is not None and len(states):
         read, used = compiled.read(runs, tables.edges, tables.freqs, tables.first, states, words)
         if used > len(words):

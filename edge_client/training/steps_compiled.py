@@ -1,7 +1,7 @@
 """The masked step with numba (extra `fast`): one pass over the vectors where numpy needs several.
 
 numpy computes tanh, which it vectorises and LLVM does not; kernels do the rest, with sigmoid(s) = (1 + tanh(s/2)) / 2.
-Nothing imports this module unless numba is installed. numba keeps compiled kernels on disk.
+Only `steps` imports this module. numba keeps compiled kernels on disk.
 """
 
 from __future__ import annotations
