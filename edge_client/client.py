@@ -413,6 +413,9 @@ class _Run:
         self.journal.finish(report)
         if report.uncompacted is not None:
             self.say(Event("info", f"the personal model is the masked dense one, not compacted: {report.uncompacted}"))
+        mask = chosen.personal.mask
+        if (mask is None or mask.all()) and (unpruned := session.method.unpruned()):
+            self.say(Event("info", f"warning: {unpruned}"))
         if report.test_samples:
             hints = session.method.hints(task.assignment.model)
             poor = below(session.method.name, report.score, task.score_start(), "the bundle's own start", hints)

@@ -22,6 +22,8 @@ from edge_client.data import DataFile, DeviceData, read
 from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetError, ServerError, StateError
 from edge_client.events import Event
 from edge_client.exit_codes import ExitCode, exit_code
+from edge_client.local import Chosen, personal
+from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import Enrolled, Report, Wait
 from edge_client.protocol.metrics import apart
 from edge_client.protocol.payload import decode
@@ -125,6 +127,22 @@ def test_a_device_says_when_its_model_is_worse_than_the_bundles_start(
         (last,) = [e.text for e in said[-2:] if e.text.startswith("warning")] or [""]
         assert ("below the bundle's own start (1.000)" in last) is warned
         assert ("what most often helps: lr" in last) is warned
+
+
+@pytest.mark.parametrize(("mask", "warned"), [(None, True), ([True] * 8, True), ([True] * 7 + [False], False)])
+def test_a_device_says_when_the_method_should_have_pruned_and_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: list[bool] | None, warned: bool
+) -> None:
+    def ended(*given: Any) -> Chosen:
+        chosen = personal(*given)
+        own = replace(chosen.personal, mask=None if mask is None else np.array(mask))
+        return replace(chosen, personal=own)
+
+    monkeypatch.setattr("edge_client.client.personal", ended)
+    monkeypatch.setattr(FedAvg, "unpruned", lambda _: "nothing was pruned: the gate stayed closed")
+    said = list[Event]()
+    device(tmp_path, Coordinator(rounds=1)).run(on_event=said.append)
+    assert ("warning: nothing was pruned: the gate stayed closed" in [e.text for e in said]) is warned
 
 
 def test_rounds_and_once_stop_early_and_the_next_run_goes_on(tmp_path: Path) -> None:

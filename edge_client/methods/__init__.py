@@ -137,7 +137,10 @@ class Method(BaseModel):
         return "lr", "more rounds"
 
     def unpruned(self) -> str | None:
-        """What to say when the network of no device is pruned in the end, in a sentence; None: nothing."""
+        """What to say when a network is not pruned in the end, in a sentence; None: nothing.
+
+        A device says it of its own network, a simulation when it holds of every device.
+        """
         return None
 
     @abstractmethod
