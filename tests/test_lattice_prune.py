@@ -235,22 +235,23 @@ def test_a_device_trains_the_smaller_network_for_more_epochs_with_a_falling_rate
     seen.clear()
     fleet.play("a")
     assert seen == [(fleet.state.counts.size, 6)] * 6  # no step is spent on a guard
-    assert fleet.method.plan(fleet.receive("a").net, 2).cosine
+    assert fleet.method.plan(fleet.receive("a").net).cosine
 
 
-def test_few_samples_are_passed_over_several_times_by_default() -> None:
+def test_the_smaller_network_has_as_many_epochs_as_the_whole_one_and_at_least_two() -> None:
     course = Course(model(M), seed=3, rounds=5, cohort=3)
     whole = network(course, None)
     small = network(course, choose(M, course.model.parameters, 0.5, {}))
 
-    def epochs(method: Lattice) -> list[tuple[int, int]]:
-        """Of the whole and the smaller network, with 1, 10, 12, 25, 26 and 60 steps of 32 samples."""
-        plans = [[method.passes(net, 32 * steps) for net in (whole, small)] for steps in (1, 10, 12, 25, 26, 60)]
-        return [(first, second) for first, second in plans]
+    def epochs(**given: int) -> list[int]:
+        method = Lattice(prune=0.5, personal_epochs=7, **given)
+        plans = [method.plan(whole), method.plan(small), method.personal_plan(whole), method.personal_plan(small)]
+        return [plan.epochs for plan in plans]
 
-    assert epochs(Lattice(prune=0.5)) == [(5, 5), (5, 5), (4, 4), (2, 2), (1, 2), (1, 2)]
-    assert epochs(Lattice(prune=0.5, epochs=3, prune_epochs=4)) == [(3, 4)] * 6
-    assert Lattice(batch=8).passes(whole, 32 * 5) == 2  # twenty steps
+    assert epochs() == [5, 5, 7, 7]
+    assert epochs(epochs=1) == [1, 2, 7, 7]
+    assert epochs(epochs=3) == [3, 3, 7, 7]
+    assert epochs(epochs=3, prune_epochs=1) == [3, 1, 7, 7]
 
 
 def test_the_guard_ends_at_the_pruning() -> None:
@@ -266,12 +267,12 @@ def test_a_careful_bundle_trains_its_smaller_network_at_the_usual_rate_and_perso
     whole = network(course, None)
     small = network(course, choose(m, course.model.parameters, 0.5, {}))
     default = Lattice(prune=0.5, personal_epochs=3)
-    assert [default.plan(net, 2).rate for net in (whole, small)] == [0.003, 0.01]
+    assert [default.plan(net).rate for net in (whole, small)] == [0.003, 0.01]
     assert [default.personal_plan(net).rate for net in (whole, small)] == pytest.approx([0.001, 0.001])
     given = Lattice(prune=0.5, personal_epochs=3, lr=0.06)
-    assert [given.plan(net, 2).rate for net in (whole, small)] == [0.06, 0.06]
+    assert [given.plan(net).rate for net in (whole, small)] == [0.06, 0.06]
     own = Lattice(prune=0.5, personal_epochs=3, lr=0.06, prune_lr=0.2)
-    assert (own.plan(small, 2).rate, own.personal_plan(small).rate) == (0.2, pytest.approx(0.02))
+    assert (own.plan(small).rate, own.personal_plan(small).rate) == (0.2, pytest.approx(0.02))
 
 
 def test_statistics_and_batch_norm_rows_go_with_their_channel() -> None:

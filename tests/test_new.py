@@ -88,7 +88,6 @@ def test_a_project_s_two_files_have_the_model_s_rounds_and_rate_in_every_method(
     rates = {table["lr"] for table in [*found["methods"].values(), federation["method"]]}
     assert rates == {command.RATE[template]}
     assert found["rounds"] == federation["rounds"] == command.ROUNDS[template]
-    assert found["methods"]["lattice"]["epochs"] == federation["method"]["epochs"] == 5  # as the others' default
 
 
 def test_names_that_a_federation_cannot_have_are_made_so() -> None:

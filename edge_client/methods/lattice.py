@@ -299,8 +299,7 @@ class Lattice(Settings):
         net, task = received.net, received.net.task(task)
         a, part = task.assignment, net.part
         rival = net.model if self.guarded(net) and received.samples else None
-        plan = self.plan(net, self.passes(net, task.samples))
-        own = train(task, received.parameters, received.statistics, plan, rival=rival)
+        own = train(task, received.parameters, received.statistics, self.plan(net), rival=rival)
         change = part.gather(own.parameters) - part.gather(received.parameters)
         arrays: Arrays = {}
         if not received.samples:

@@ -18,7 +18,7 @@ from edge_client.methods.local_sgd import LocalSgd, window
 from edge_client.task import Course
 
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
-STEPS, MOST_EPOCHS = 50, 5  # of a round, where `epochs` is 0
+PRUNED_EPOCHS = 2  # the fewest of the smaller network, unless `prune_epochs` says otherwise: one lost accuracy
 OF_PRUNING = ("prune_after", "prune_keep", "prune_epochs", "prune_lr")
 QUANTUM = 0.25  # the least: with much finer ones updates exceed `update_limit`, and moves 16 bits
 LEAST = 1536.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
@@ -29,8 +29,6 @@ class Settings(LocalSgd):
 
     quantum: Annotated[float, Field(ge=QUANTUM, le=10_000)] = 2.5
     """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty."""
-    epochs: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Passes over a device's samples in a round; 0: up to five while they fit into 50 steps, else one."""
     cosine: bool = False
     """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
@@ -50,8 +48,8 @@ class Settings(LocalSgd):
     """Rounds of the whole network."""
     prune_keep: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
     """The share that stays of a channel group, by its name, in place of the rule's."""
-    prune_epochs: Annotated[int, Field(ge=1, le=1000)] = 2
-    """Epochs of the smaller network in a round; with `epochs = 0` no fewer than those of the whole one."""
+    prune_epochs: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Epochs of the smaller network in a round; None: `epochs`, at least two."""
     prune_lr: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Its learning rate; None: `lr`, else 0.01 also where the whole network needs a careful one."""
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -90,21 +88,15 @@ class Settings(LocalSgd):
         """Number of statistics that travel."""
         return model.manifest.buffers_d if self.statistics == "mean" else 0
 
-    def passes(self, net: Network, samples: int) -> int:
-        """The epochs of a round in which a device with so many samples trains this network."""
-        own = self.epochs or min(MOST_EPOCHS, max(1, STEPS // -(-samples // self.batch)))
+    def plan(self, net: Network) -> Plan:
+        """How a device trains this network in a round."""
         if net.units is None:
-            return own
-        return self.prune_epochs if self.epochs else max(self.prune_epochs, own)
-
-    def plan(self, net: Network, epochs: int) -> Plan:
-        """How a device trains this network in a round of so many epochs."""
-        if net.units is None:
-            return Plan(epochs, self.batch, self.learning_rate(net.model), self.momentum, self.cosine)
+            return Plan(self.epochs, self.batch, self.learning_rate(net.model), self.momentum, self.cosine)
+        epochs = self.prune_epochs or max(PRUNED_EPOCHS, self.epochs)
         rate = self.prune_lr or self.lr or self.usual_lr
         return Plan(epochs, self.batch, rate, self.momentum, cosine=True)
 
     def personal_plan(self, net: Network) -> Plan:
         """How a device makes its personal model."""
         rate = self.learning_rate(net.origin.model) * PERSONAL_RATE
-        return replace(self.plan(net, self.personal_epochs), rate=rate)
+        return replace(self.plan(net), epochs=self.personal_epochs, rate=rate)
