@@ -265,17 +265,51 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
         fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=budget, average=average), THREE, rounds=14)
         for _ in range(14):
             fleet.play(*"abc")
-        if budget < 1e9:
+        if budget < 10:  # beyond, steps would be coarser than the budget may make them
             assert fleet.state.spent < fleet.method.allowed(fleet.course, 1.0)
         return (fleet.state.history.levels - MIDDLE).tolist()
 
     assert played(1e9) == [0] * 14  # a network so small always has bytes enough
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
     assert played(1.0) == [0] * 14
-    assert played(1e9) == [0, 0, 3, 6, *[8] * 10]  # to HIGHEST; the first round says little of the later ones
+    assert played(1e9) == [0, 0, 3, *[5] * 11]  # a quantum of 8; the first round says little of the later ones
     assert played(1e9, average=0.9) == [0] * 14
     assert played(5.0) == [0, 0, *[1] * 12]
     assert played(10.0)[:6] == [0, 0, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("quantum", "top"), [(0.25, 5), (2.5, 2), (4.9, 1), (5.0, 1), (5.1, 0), (10.0, 0), (40.0, 0)])
+def test_the_budget_asks_for_no_steps_beyond_a_quantum_of_ten(quantum: float, top: int) -> None:
+    fleet = Fleet(Lattice(quantum=quantum), THREE)
+    assert fleet.method.top == MIDDLE + top
+    assert raised(fleet.state, 1e9, 14, fleet.method.top).level == MIDDLE + min(top, 3)
+    coarse = replace(fleet.state, level=MIDDLE + top + 1)
+    assert raised(coarse, 1e9, 14, fleet.method.top) == coarse
+
+
+@pytest.mark.parametrize(
+    ("samples", "mean", "due"), [(1, 100.0, 0), (15, 1.0, 0), (16, 1.0, 1), (31, 1.0, 1), (32, 1.0, 2), (4500, 12.0, 5)]
+)
+def test_moves_are_a_level_higher_from_16_times_the_mean_samples_on(samples: int, mean: float, due: int) -> None:
+    assert grid_module.above(samples, mean) == due
+    assert grid_module.above(samples, float(np.float32(mean))) == due
+    nearly = np.nextafter(mean, 2 * mean)  # the server's mean, which travels as `mean`
+    assert grid_module.above(samples, float(nearly)) == due
+
+
+def test_the_moves_of_a_device_of_very_many_samples_are_coarse_and_mean_what_they_should() -> None:
+    fleet = Fleet(Lattice(epochs=1, batch=4096, lr=0.1), {**THREE, "c": samples(2, 8 * 100)})
+    fleet.play("a", "b")
+    received, before = fleet.receive("c"), fleet.state
+    fleet.play("a", "b", "c")
+    a, local = fleet.task("c", 2).assignment, fleet.local["c"]
+    update = fleet.method.read_update(a, before, None, local.update)
+    change = grid(M).gather(local.trained.parameters) - grid(M).gather(received.parameters)
+    exact = change * 100.0 / spread(grid(M), before.steps)
+    assert update.scale == 2.0**3
+    assert np.abs(update.moves * update.scale - exact).max() < update.scale
+    assert np.abs(update.moves).max() > 1  # they are not cut to nothing
+    assert fleet.method.limited(a, before, update, 0.5, 400.0).scale == 0.5 * 2.0**3 * 400 / 800
 
 
 def absences(fleet: Fleet, cohorts: list[list[str]], lost: str = "") -> float:
@@ -335,7 +369,7 @@ def test_cells_rise_first_and_only_where_devices_are_many_rounds_apart() -> None
     start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
 
     def after(apart: int, coarser: int, need: float, rounds: int = 30) -> tuple[int, int]:
-        risen = raised(replace(start, coarser=coarser, away=apart - 1), need, rounds)
+        risen = raised(replace(start, coarser=coarser, away=apart - 1), need, rounds, 16)
         return risen.level - MIDDLE, risen.coarser
 
     assert [after(apart, 0, 100.0) for apart in (1, 2, 3, 4, 50)] == [(3, 0), (3, 0), (3, 0), (0, 2), (0, 2)]

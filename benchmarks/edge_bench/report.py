@@ -142,7 +142,7 @@ def federation(ended: Ended, start: Scores | None = None) -> Record:
 
 def _advice(hints: Sequence[str], own: int | None, other: str, epochs: int | None) -> Sequence[str]:
     """The hints; one of them or the first is the number of `epochs` that the method `other` has, if more than `own`."""
-    if not own or epochs is None or own >= epochs:  # 0: the method chooses
+    if own is None or epochs is None or own >= epochs:
         return hints
     at, found = (hints.index(MORE_EPOCHS), 1) if MORE_EPOCHS in hints else (0, 0)
     return [*hints[:at], f"epochs = {epochs}, as {other} has (here {own})", *hints[at + found :]]

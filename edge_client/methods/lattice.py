@@ -10,7 +10,7 @@ step for each tensor, the federation's cohort K.
   unit, so nothing is rounded, and late devices need not know when the level changed.
 - **Up.** A device sends ``m = floor(a + u)`` with its dither u and
   ``a = change / (step * 2**(level - MIDDLE)) * samples / mean samples``, in the first round ``a = change / own step``.
-  It keeps nothing of the rounding.
+  It keeps nothing of the rounding. The level of a device with 16 times the mean samples or more is higher (`above`).
 - **Server.** ``R += 2**level * (K * mean samples / samples of the round) * sum of m``. With
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
   the state. The factor is 1 for K devices of the mean samples. In the first round
@@ -52,6 +52,7 @@ from edge_client.methods.lattice_grid import (
     MOST,
     Counts,
     History,
+    above,
     dither,
     grid,
     moves,
@@ -84,7 +85,7 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
-    revision: ClassVar[int] = 6  # coarser cells only where devices are four rounds apart or more
+    revision: ClassVar[int] = 7  # moves of devices with very many samples are coarser; no level above TOP
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),
         "epochs": Range(1, 5),
@@ -129,9 +130,9 @@ class Lattice(Settings):
         return grid(model.manifest).size
 
     def update_limit(self, model: Model) -> int:
-        """A byte a parameter, more than the first round takes at the least `quantum`; 4 a statistic and a tensor."""
+        """Two bytes a parameter, more than moves take at the least `quantum`; 4 a statistic and a tensor."""
         part = grid(model.manifest)
-        return part.size + 1024 + 4 * self.buffers(model) + 4 * len(part.blocks)
+        return 2 * part.size + 1024 + 4 * self.buffers(model) + 4 * len(part.blocks)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         """The moves decoded with the device's dither. Raises PayloadError."""
@@ -140,7 +141,9 @@ class Lattice(Settings):
         allow_only(payload, MOVES, STATISTICS, *first)
         a = net.assignment(a)
         data = packed(payload, MOVES)
-        gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level))
+        samples = count(payload, "samples", MAX_SAMPLES)
+        higher = above(samples, state.samples) if state.reports else 0
+        gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level + higher))
         each = vector(payload, "rms", len(net.part.blocks)) if first else None
         if each is not None:
             with np.errstate(over="ignore"):
@@ -154,7 +157,7 @@ class Lattice(Settings):
             if not np.isfinite(state.statistics + statistics).all():
                 raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
         size = len(data) + (payload.arrays[STATISTICS].size if len(held) else 0)
-        return Update(moved, each, statistics, count(payload, "samples", MAX_SAMPLES), gain, size)
+        return Update(moved, each, statistics, samples, gain, size, 2.0**higher)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The moves count with the samples that they are weighted by, so their sum is norm times weight."""
@@ -172,7 +175,10 @@ class Lattice(Settings):
         """Moves times `scale`, and in the new weight's proportion where they are weighted already."""
         share = scale if update.rms is not None else scale * weight / update.samples
         return replace(
-            update, scale=share, samples=weight, statistics=(update.statistics * np.float32(scale)).astype(np.float32)
+            update,
+            scale=update.scale * share,
+            samples=weight,
+            statistics=(update.statistics * np.float32(scale)).astype(np.float32),
         )
 
     def moved(self, a: Assignment, part: Part, update: Update) -> NDArray[np.float64]:
@@ -266,7 +272,7 @@ class Lattice(Settings):
             each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
             apart = lattice_levels.apart(state)
             need = (course.rounds - round_ + apart) * each / max(each, self.allowed(course, apart) - state.spent)
-            state = lattice_levels.raised(state, need, course.rounds) if need > 1 else state
+            state = lattice_levels.raised(state, need, course.rounds, self.top) if need > 1 else state
         if state.bad >= BAD_ROUNDS and state.level > 0:
             state = replace(state, level=state.level - 1, bad=0)
         return state
@@ -304,12 +310,13 @@ class Lattice(Settings):
         arrays: Arrays = {}
         if not received.samples:
             arrays["rms"] = each = rms(part, change)
-            step, share = self.own_steps(a, part, each), 1.0
+            level, step, share = received.level, self.own_steps(a, part, each), 1.0
         else:
-            step, share = received.steps, task.samples / received.samples * 2.0 ** (MIDDLE - received.level)
+            level = received.level + above(task.samples, received.samples)
+            step, share = received.steps, task.samples / received.samples * 2.0 ** (MIDDLE - level)
         own_moves = moves(part, change, share / step.astype(np.float64), dither(a, part.size), MOST_MOVE)
         head = UpHead(coupling.checksum([own_moves]), own.gain)
-        known = self.known_up(net, a, received.counts, received.level)
+        known = self.known_up(net, a, received.counts, level)
         arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, known))
         if self.buffers(net.model):
             trained = lattice_statistics.numbers(own.buffers, lattice_statistics.dither(a, own.buffers.size))

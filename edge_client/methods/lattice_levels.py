@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 
 from edge_client.methods import lattice_grid
-from edge_client.methods.lattice_grid import HIGHEST
 from edge_client.methods.lattice_values import State
 
 COARSEST = 2  # levels of the cell above the moves that the budget asks for
@@ -48,14 +47,15 @@ def settled(state: State, rounds: int) -> bool:
     return bool(((last == state.cell) | (lengths == 0)).all())
 
 
-def raised(state: State, need: float, rounds: int) -> State:
+def raised(state: State, need: float, rounds: int, top: int) -> State:
     """The state with coarser cells or moves, where the rounds left need so many times, above 1, what is left.
 
     A level for each factor of 2. Cells first, where the rounds of a device are far apart: elsewhere they would delay N
-    and save little. With few `rounds` in all they would delay it too much. Then, in a later round, moves.
+    and save little. With few `rounds` in all they would delay it too much. Then, in a later round, moves, up to
+    the level `top`; what is needed beyond that exceeds the budget.
     """
     rise = math.ceil(math.log2(need))
     coarsest = min(COARSEST, round(math.log2(rounds / SHORT))) if apart(state) >= FAR else 0
     if state.coarser < coarsest:
         return replace(state, coarser=min(state.coarser + rise, coarsest))
-    return replace(state, level=min(state.level + min(rise, MOST_RISE), HIGHEST))
+    return replace(state, level=min(state.level + min(rise, MOST_RISE), max(state.level, top)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -20,8 +21,9 @@ from edge_client.task import Course
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
 PRUNED_EPOCHS = 2  # the fewest of the smaller network, unless `prune_epochs` says otherwise: one lost accuracy
 OF_PRUNING = ("prune_after", "prune_keep", "prune_epochs", "prune_lr")
+TOP = 10.0  # the quantum up to which the budget makes steps coarser; beyond it scores can fall by tens of points
 QUANTUM = 0.25  # the least: with much finer ones updates exceed `update_limit`, and moves 16 bits
-LEAST = 1536.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
+LEAST = 6144.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
 
 
 class Settings(LocalSgd):
@@ -70,6 +72,11 @@ class Settings(LocalSgd):
         """What one count moves a weight of each tensor, float32[tensors]."""
         share = 0.5**MIDDLE / course.cohort
         return (each.astype(np.float64) * share).astype(np.float32)
+
+    @property
+    def top(self) -> int:
+        """The highest level of moves that the budget asks for."""
+        return MIDDLE + max(0, math.floor(math.log2(TOP / self.quantum)))
 
     def window(self, course: Course) -> int:
         """The number of rounds whose mean is the final model."""
