@@ -185,8 +185,13 @@ def warnings(
 def warn(console: Console, sentences: list[str]) -> None:
     """Print a paragraph for each sentence, after an empty line."""
     if sentences:
-        paragraphs = (textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences)
-        console.print("", *paragraphs, sep="\n", markup=False)
+        console.print("", *map(_paragraph, sentences), sep="\n", markup=False)
+
+
+def _paragraph(sentence: str) -> str:
+    """A warning in lines of 79 columns; a path or another long word is not broken."""
+    text = f"warning: {sentence}"
+    return textwrap.fill(text, 79, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def outcome(r: Round) -> str:
