@@ -138,6 +138,35 @@ def test_a_run_writes_cells_a_result_a_table_and_plots_and_a_second_run_does_not
     assert "4 cells, 0 to run" in capsys.readouterr().out
 
 
+def test_a_start_that_runs_nothing_leaves_the_files_and_where_the_figures_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    reproduce("tiny", out=out, seeds=1)
+
+    def files() -> dict[str, tuple[bytes, int]]:
+        return {f.name: (f.read_bytes(), f.stat().st_mtime_ns) for f in out.iterdir() if f.is_file()}
+
+    before = files()
+    assert set(before) == {"result.json", "table.md", "digits.png"}
+    monkeypatch.setattr(command.provenance, "commit", lambda: "another")
+    monkeypatch.setattr(command.provenance, "machine", lambda: {"cores": 1000})
+    reproduce("tiny", out=out, seeds=1)
+    assert files() == before
+    (out / "digits.png").unlink()
+    reproduce("tiny", out=out, seeds=1)
+    assert (out / "digits.png").is_file()
+    (reproduction.FOLDER / "tiny.toml").write_text(TINY.replace("score = 12.5", "score = 13.5"))
+    reproduce("tiny", out=out, seeds=1)
+    old, new = json.loads(before["result.json"][0]), json.loads((out / "result.json").read_text())
+    assert new["paper"]["digits"]["fast"]["score"] == 13.5
+    assert "| fast | 13.5 ± 0.5; 3 bits |" in (out / "table.md").read_text()
+    assert {part for part in old if old[part] != new[part]} == {"paper"}
+    reproduce("tiny", out=out, seeds=2)  # cells that this commit and this machine ran
+    found = json.loads((out / "result.json").read_text())
+    assert (found["commit"], found["machine"]) == ("another", {"cores": 1000})
+
+
 def test_an_interrupted_run_goes_on_where_it_was_and_changed_settings_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from edge_bench.progress import PAUSE, Steps
 from edge_bench.reproduction import Cell, Reproduction, key, method_of, stands
 from edge_bench.simulate import RoundRow, run_all
 from edge_bench.simulation_file import find_bundle
-from edge_bench.stored_runs import Run, known, stored
+from edge_bench.stored_runs import RESULT, Run, known, stored
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
@@ -298,7 +298,33 @@ def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], fu
     current = {n: run for n, (cell, run, standing) in found.items() if standing or (cell.task, cell.label) not in anew}
     tried = {f"{run['task']}/{run['label']}/{run['cell']}": run for run in done.values() if run["validation"]}
     command = f"maskfleet reproduce {name}" + (" --full" if full else "")
-    result = merge(name, r, command, current, tried, full)
-    write_text(folder / "result.json", one_line_each(result))
-    write_text(folder / "table.md", results_page.tables(result))
-    results_page.draw(result, folder)
+    write(folder, merge(name, r, command, current, tried, full))
+
+
+def write(folder: Path, result: Run) -> None:
+    """Write a result, its table and its plots; what is there and says the same is left as it is.
+
+    While every run is the same, the commit and the machine stay those of the result that is there, whatever else the
+    reproduction's file says now.
+    """
+    before = stored(folder)
+    if before is not None and all(
+        _text(before.get(part, {})) == _text(result[part]) for part in ("runs", "tried_runs")
+    ):
+        result |= {"commit": before.get("commit"), "machine": before["machine"]}
+    text = one_line_each(result)
+    drawn = all((folder / f"{run['task']}.png").is_file() for run in result["runs"].values())
+    if not drawn or not _says(folder / RESULT, text):
+        results_page.draw(result, folder)
+    for path, content in ((folder / "table.md", results_page.tables(result)), (folder / RESULT, text)):
+        if not _says(path, content):
+            write_text(path, content)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _says(path: Path, text: str) -> bool:
+    """Whether a file is there with this text."""
+    return path.is_file() and path.read_bytes() == text.encode()
