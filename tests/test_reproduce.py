@@ -84,6 +84,16 @@ def test_cells_score_the_model_of_the_last_downlink_whatever_validation_samples_
     assert {cell.config.personalise for cell in cells(own, (0,))} == {"global"}
 
 
+def test_a_cell_with_another_guard_is_another_cell() -> None:
+    def first(guard: str) -> str:
+        return reproduction.key(
+            next(cells(parse(TINY.replace("minutes", f'guard = "{guard}"\nminutes'), "tiny"), (0,)))
+        )
+
+    assert len({first(guard) for guard in ("none", "clip", "drop")}) == 3
+    assert first("none") == reproduction.key(next(cells(parse(TINY, "tiny"), (0,))))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
