@@ -88,7 +88,9 @@ def test_enrolling_again_is_harmless_and_a_name_cannot_be_taken_over(tmp_path: P
         await fleet.federation("a")
         again = await fleet.enrol("a")
         assert (again.status_code, again.json()["device"]) == (200, "a")
-        refused(await fleet.enrol("a", "f" * 64), "name-taken")
+        taken = await fleet.enrol("a", "f" * 64)
+        refused(taken, "name-taken")
+        assert "choose another name, or use the state folder that it enrolled with" in taken.text
         refused(await fleet.enrol("b", credential("a")), "name-taken")
         fleet.join = "wrong"
         refused(await fleet.enrol("c"), "unauthorized")

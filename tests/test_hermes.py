@@ -243,6 +243,17 @@ def test_a_parameter_becomes_the_mean_over_its_holders_and_stays_where_there_is_
     np.testing.assert_array_equal(after.parameters, expected)
 
 
+def test_an_update_whose_weight_the_guard_lowered_counts_with_that_weight_in_the_mean() -> None:
+    """(2 * 1 + 6 * 1/4) / (1 + 1/4) = 2.8 where both hold a value."""
+    method, state = Hermes(), State(np.zeros(M.d, np.float32))
+    first, second = (_sent(method, state, units(), np.full(M.d, value)) for value in (2.0, 6.0))
+    total: Any = None
+    for update in (first, method.limited(A, state, second, 1.0, 0.25)):
+        total, _ = method.fold(A, state, total, update, None)
+    after, _ = method.finish(A.course, 1, ["a", "b"], state, total)
+    assert after.parameters == pytest.approx(2.8)
+
+
 def test_a_device_alone_gets_back_what_it_sent_in_bytes_for_its_units() -> None:
     method, t = Hermes(threshold=-1), validated()
     state = method.start(A.course)

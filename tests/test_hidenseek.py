@@ -274,7 +274,11 @@ def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
             ConfigError, match=r"not the last one, and bundle '\w+' has no other; choose another method"
         ):
             HideNseek(keep=keep).start(course(grouped(mlp(6, 3))))
-    with pytest.raises(ConfigError, match="in one row"):
+    said = (
+        r"in one row, and those of bundle '\w+' are not; set keep = 1 to prune nothing, or choose another method "
+        r"\(there are 1 channel groups for 3 layers, and a chain has one between each layer and the next\)"
+    )
+    with pytest.raises(ConfigError, match=said):
         HideNseek().start(course(M.model_copy(update={"groups": M.groups[:1]})))
     HideNseek(keep=1).start(course(mlp(6, 5, 3)))
 

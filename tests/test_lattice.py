@@ -522,6 +522,28 @@ def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
     return lattice.decode(up_head(fleet.local[device].update.arrays[MOVES].tobytes())[1], known)
 
 
+def test_the_moves_of_the_first_round_are_in_steps_of_a_quarter_of_the_quantum() -> None:
+    """ "a" moves one of 30 weights, of 53 in all, by 2: its step is 1/4 q K sqrt(30) / 53 * 2, its move 2 steps."""
+    trainer = Pull(M, np.zeros((3, D), np.float32))
+    trainer.directions[0, 0] = -2.0
+    fleet = Fleet(Lattice(epochs=1, quantum=0.5, lr=1.0, momentum=0.0), THREE, trainer=trainer)
+    fleet.play(*"abc")
+    own = 2 / (0.25 * 0.5 * 3 * 30**0.5 / 53 * 2)
+    assert own == pytest.approx(25.8, abs=0.1)
+    assert _moves(fleet, "a", 0)[0] in (25, 26)
+
+
+def test_the_server_s_statistics_are_the_mean_of_what_the_devices_sent() -> None:
+    """What they sent is a change of the rounded statistics that they hold, not of the server's own."""
+    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
+    before = fleet.state.statistics
+    held = lattice_statistics.numbers(before)
+    assert (before != lattice_statistics.values(held)).all()
+    fleet.play(*"abc")
+    sent = [lattice_statistics.values(lattice_statistics.read(fleet.local[d].update, held)) for d in "abc"]
+    assert fleet.state.statistics == pytest.approx(np.mean(sent, axis=0), rel=1e-5)
+
+
 def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:
     fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
     fleet.play(*"abc")
@@ -629,6 +651,18 @@ def test_one_hostile_update_moves_the_model_no_further_than_the_limit() -> None:
     limited = fleet.method.limited(a, fleet.state, update, 1e-3, 80.0)
     assert np.abs(fleet.method.moved(a, grid(M), limited)).sum() == pytest.approx(30_000 * D * 1e-3 * 80 / 1e9)
     assert limited.samples == 80
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_update_s_statistics_are_limited_with_its_moves(first: bool) -> None:
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
+    fleet.play(*"abc")
+    each = np.ones(len(grid(NORMED).blocks), np.float32) if first else None
+    change = np.array([8.0, -4.0, 0.0, 2.0], np.float32)
+    update = method_module.Update(np.full(D, 8, np.int32), each, change, 40.0, -1.0)
+    limited = fleet.method.limited(Assignment(fleet.course, 2, "a"), fleet.state, update, 0.25, 20.0)
+    assert limited.statistics.tolist() == [2.0, -1.0, 0.0, 0.5]  # whatever their weight
+    assert limited.scale == (0.25 if first else 0.125)
 
 
 def _bad_updates() -> dict[str, Callable[[Payload], Payload]]:

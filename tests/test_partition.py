@@ -47,6 +47,39 @@ def test_groups_count_as_their_samples_towards_the_fewest() -> None:
         assert min(np.bincount(owner, minlength=3).min() for owner in draws) == fewest
 
 
+@pytest.mark.parametrize(
+    ("n", "parts"), [(0, (0, 0, 0)), (1, (1, 0, 0)), (2, (2, 0, 0)), (3, (1, 1, 1)), (4, (2, 1, 1)), (5, (3, 1, 1)),
+                     (7, (5, 1, 1)), (8, (4, 2, 2)), (10, (6, 2, 2)), (100, (60, 20, 20))],
+)  # fmt: skip
+def test_of_samples_in_order_the_last_fifth_tests_and_three_are_enough(n: int, parts: tuple[int, int, int]) -> None:
+    found = partition.in_order(n)
+    assert tuple(np.bincount(found, minlength=3).tolist()) == parts
+    assert (np.diff(found) >= 0).all()
+
+
+@pytest.mark.parametrize(("others", "due"), [(10, 1), (40, 4), (200, 20)])
+def test_of_samples_beside_a_published_test_part_a_tenth_validates(others: int, due: int) -> None:
+    test = np.arange(others + 30) < 30
+    part = partition.published_part(test, np.arange(len(test)), 5)
+    assert (part[test] == 2).all()
+    assert np.bincount(part, minlength=3).tolist() == [others - due, due, 30]
+
+
+def test_without_published_test_samples_a_fifth_of_each_class_tests() -> None:
+    y = np.repeat(np.arange(3), 100)
+
+    def drawn(train: int, test: int) -> partition.Share:
+        (share,) = partition.few_of_classes(y, None, 1, 0, 3, (train, 5, test), 1.0)
+        return share
+
+    whole = drawn(75, 20)
+    assert [len(rows) for rows in (whole.train, whole.validation, whole.test)] == [225, 15, 60]
+    assert len(np.unique(np.concatenate([whole.train, whole.validation, whole.test]))) == 300
+    for train, test in ((76, 20), (75, 21)):
+        with pytest.raises(ConfigError, match="has 80 samples to train on and 20 to test on, too few for 1 devices"):
+            drawn(train, test)
+
+
 def test_where_no_draw_leaves_every_device_enough_that_is_said() -> None:
     """Each class goes whole to one device, and there are more devices than classes."""
     y = np.repeat(np.arange(2), 50)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from edge_bench import report
 from numpy_mlp import mlp, model
+from rich.console import Console
 
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Round, Scores, Traffic
@@ -101,3 +103,28 @@ def test_a_method_of_fewer_epochs_than_training_alone_is_advised_to_take_as_many
     records = {name: {"score_mean": score, "score_start": 0.1} for name, score in (("mine", 0.6), ("standalone", 0.9))}
     (said,) = report.warnings(records, methods)
     assert (f"epochs = {alone}, as standalone has (here {mine}), then " in said) is hinted
+
+
+@pytest.mark.parametrize(
+    ("labels", "width", "due"),
+    [
+        (("fedavg", "lattice"), 80, 74),
+        (("fedavg", "federated_pruning", "federated_pruning_lamp"), 80, 80),
+        (("fedavg", "federated_pruning", "federated_pruning_lamp"), 100, 89),
+        (("fedavg", "a_label_of_a_user_s_own_that_is_longer"), 80, 96),
+    ],
+)
+def test_the_table_keeps_every_label_and_figure_whole(labels: tuple[str, ...], width: int, due: int) -> None:
+    record = {
+        "score_mean": 0.912, "score_worst": 0.8, "score_mean_after_local_epochs": 0.93, "seconds_per_round": 12.05,
+        "bytes_up_per_device_round": 45_123.0, "bytes_down_per_device_round": 74.5e6, "bytes_per_device": 13.1e9,
+        "bits_per_parameter_up": 0.987, "bits_per_parameter_down": 32.02,
+    }  # fmt: skip
+    console = Console(width=width, record=True, soft_wrap=True, file=io.StringIO())
+    console.print(report.table(dict.fromkeys(labels, record), "a title", console))
+    lines = console.export_text().splitlines()
+    assert max(len(line) for line in lines if "─" in line) == due
+    for label in labels:
+        (row,) = (line for line in lines if line.startswith(f"{label} "))
+        figures = ["0.912", "0.800", "0.930", "45.1", "kB", "74.5", "MB", "0.99", "32.0", "13.1", "GB", "12.05"]
+        assert row.split() == [label, *figures]

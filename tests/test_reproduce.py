@@ -6,13 +6,15 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from edge_bench import reproduce as command
 from edge_bench import reproduction, results_page
-from edge_bench.reproduce import known, reproduce, summary
+from edge_bench.reproduce import reproduce, summary
 from edge_bench.reproduction import cells, merged, parse
+from edge_bench.stored_runs import known
 
 from edge_client.errors import ConfigError
 from edge_client.methods.fedavg import FedAvg
@@ -82,6 +84,16 @@ def test_cells_score_the_model_of_the_last_downlink_whatever_validation_samples_
     assert {cell.config.personalise for cell in cells(own, (0,))} == {"global"}
 
 
+def test_a_cell_with_another_guard_is_another_cell() -> None:
+    def first(guard: str) -> str:
+        return reproduction.key(
+            next(cells(parse(TINY.replace("minutes", f'guard = "{guard}"\nminutes'), "tiny"), (0,)))
+        )
+
+    assert len({first(guard) for guard in ("none", "clip", "drop")}) == 3
+    assert first("none") == reproduction.key(next(cells(parse(TINY, "tiny"), (0,))))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -134,6 +146,35 @@ def test_a_run_writes_cells_a_result_a_table_and_plots_and_a_second_run_does_not
     monkeypatch.setattr(command, "run_all", lambda *given: pytest.fail("ran a finished cell"))
     reproduce("tiny", out=out)
     assert "4 cells, 0 to run" in capsys.readouterr().out
+
+
+def test_a_start_that_runs_nothing_leaves_the_files_and_where_the_figures_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    reproduce("tiny", out=out, seeds=1)
+
+    def files() -> dict[str, tuple[bytes, int]]:
+        return {f.name: (f.read_bytes(), f.stat().st_mtime_ns) for f in out.iterdir() if f.is_file()}
+
+    before = files()
+    assert set(before) == {"result.json", "table.md", "digits.png"}
+    monkeypatch.setattr(command.provenance, "commit", lambda: "another")
+    monkeypatch.setattr(command.provenance, "machine", lambda: {"cores": 1000})
+    reproduce("tiny", out=out, seeds=1)
+    assert files() == before
+    (out / "digits.png").unlink()
+    reproduce("tiny", out=out, seeds=1)
+    assert (out / "digits.png").is_file()
+    (reproduction.FOLDER / "tiny.toml").write_text(TINY.replace("score = 12.5", "score = 13.5"))
+    reproduce("tiny", out=out, seeds=1)
+    old, new = json.loads(before["result.json"][0]), json.loads((out / "result.json").read_text())
+    assert new["paper"]["digits"]["fast"]["score"] == 13.5
+    assert "| fast | 13.5 ± 0.5; 3 bits |" in (out / "table.md").read_text()
+    assert {part for part in old if old[part] != new[part]} == {"paper"}
+    reproduce("tiny", out=out, seeds=2)  # cells that this commit and this machine ran
+    found = json.loads((out / "result.json").read_text())
+    assert (found["commit"], found["machine"]) == ("another", {"cores": 1000})
 
 
 def test_an_interrupted_run_goes_on_where_it_was_and_changed_settings_run_again(
@@ -269,6 +310,65 @@ def test_a_cell_that_another_reproduction_has_run_is_taken_over_under_the_own_na
     ours, theirs = (json.loads((command.RESULTS / n / "result.json").read_text())["runs"] for n in ("same", "tiny"))
     assert set(ours) == {"numbers/usual/0", "numbers/fast/0"}
     assert ours["numbers/usual/0"] == theirs["digits/fedavg/0"] | {"task": "numbers", "label": "usual"}
+
+
+def test_a_damaged_cell_is_named_and_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, ran = tmp_path / "out", list[str]()
+    reproduce("tiny", out=out, seeds=1)
+    (out / "result.json").unlink()
+    files = {known(out)[file.stem]["label"]: file for file in (out / "cells").iterdir()}
+    whole = json.loads(files["fast"].read_text())
+    real = command.run_cell
+    monkeypatch.setattr(command, "run_cell", lambda cell, *given: ran.append(cell.label) or real(cell, *given))
+    for text, why in ((files["fast"].read_text()[:99], "Unterminated"), ("[]", "a list"), ('{"seed": 0}', "'task'")):
+        files["fast"].write_text(text)
+        capsys.readouterr()
+        reproduce("tiny", out=out, seeds=1)
+        said = capsys.readouterr().out
+        assert f"warning: {files['fast']} is damaged: " in " ".join(said.split())
+        assert why in said
+        assert "its cell runs again unless result.json has it" in " ".join(said.split())
+        assert json.loads(files["fast"].read_text())["score_mean"] == whole["score_mean"]
+        assert ran.pop() == "fast"
+        assert not ran
+        (out / "result.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda text: text[: len(text) // 2], "Expecting|Unterminated"),
+        (lambda text: "[1]", "a list in place of an object"),
+        (lambda text: text.replace('"summary"', '"sum"', 1), "'summary' is absent"),
+        (lambda text: text.replace('"cell"', '"sell"', 1), "'cell' is absent"),
+    ],
+)
+def test_a_damaged_result_is_refused_with_what_to_do_before_anything_runs(
+    damage: Callable[[str], str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reproduce("tiny", seeds=1, only="fast")
+    file = command.RESULTS / "tiny" / "result.json"
+    file.write_text(damage(file.read_text()))
+    monkeypatch.setattr(command, "run_all", lambda *given: pytest.fail("ran a cell"))
+    with pytest.raises(ConfigError, match=rf"result\.json is damaged: .*({why}).*restore it, or delete it: then only"):
+        reproduce("tiny", seeds=1, only="fast")
+    with pytest.raises(ConfigError, match=r"result\.json is damaged"):
+        results_page.page(command.RESULTS)
+    capsys.readouterr()
+    reproduce(show=True)
+    assert "result.json is damaged" in capsys.readouterr().out
+    file.unlink()
+    reproduce("tiny", seeds=1, only="fast")  # from its cell file
+
+
+def test_a_damaged_result_of_another_reproduction_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    (reproduction.FOLDER / "other.toml").write_text(TINY)
+    (command.RESULTS / "other").mkdir()
+    (command.RESULTS / "other" / "result.json").write_text("{")
+    reproduce("tiny", seeds=1, only="fast")
+    assert (command.RESULTS / "other" / "result.json").read_text() == "{"
 
 
 def test_only_some_methods_leave_the_others_results(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from edge_bench import datasets, simulate_cli
@@ -261,6 +262,27 @@ def test_samples_far_from_the_model_s_scale_are_named_before_the_first_round(
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("as the model takes them, samples lie between") == bool(devices)
     assert not devices or f"divided by 255 ({devices} of 2 devices)" in said
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_bytes_where_the_model_takes_shares_of_one_are_named_once_before_the_first_round(
+    folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own").mkdir()
+    for name in "ab":
+        x = np.random.default_rng(0).integers(0, 256, (80, 64)).astype(np.uint8)
+        np.savez(tmp_path / "own" / f"{name}.npz", x=x, y=np.arange(80) % 10)
+    (tmp_path / "run.toml").write_text(
+        f'bundle = "digits"\nrounds = 1\ncohort = 2\n[data]\nname = "npz"\npath = "own{"" if folder else "/a.npz"}"\n'
+        + ("" if folder else "devices = 2\n")
+        + "[methods.fedavg]\n[methods.standalone]\n"
+    )
+    simulate_cli.simulate(tmp_path / "run.toml")
+    said = " ".join(capsys.readouterr().out.split())
+    first = "a" if folder else "device-0"
+    doubt = f"warning: {first}: as the model takes them, samples lie between 0 and 255; it is made for 0 to 1: "
+    assert said.count("samples lie between") == said.count(doubt) == 1
+    assert said.index(doubt) < said.index("round 1/1")
 
 
 def test_a_cohort_larger_than_the_devices_is_named_and_the_heading_says_how_many_take_part(

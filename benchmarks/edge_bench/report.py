@@ -185,8 +185,13 @@ def warnings(
 def warn(console: Console, sentences: list[str]) -> None:
     """Print a paragraph for each sentence, after an empty line."""
     if sentences:
-        paragraphs = (textwrap.fill(f"warning: {s}", 79, subsequent_indent="  ") for s in sentences)
-        console.print("", *paragraphs, sep="\n", markup=False)
+        console.print("", *map(_paragraph, sentences), sep="\n", markup=False)
+
+
+def _paragraph(sentence: str) -> str:
+    """A warning in lines of 79 columns; a path or another long word is not broken."""
+    text = f"warning: {sentence}"
+    return textwrap.fill(text, 79, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def outcome(r: Round) -> str:
@@ -195,10 +200,25 @@ def outcome(r: Round) -> str:
     return f"loss {shown(r.loss, '.3f')}  score {before}, after local epochs {after}"
 
 
-def table(records: Mapping[str, Record], title: str) -> Table:
-    """One line per method, within 80 columns; a long label is folded."""
-    out = plain_table(title)
-    out.add_column("\nmethod", overflow="fold")
+def table(records: Mapping[str, Record], title: str, console: Console) -> Table:
+    """One line per method, as wide as it has to be; within 80 columns for a label of up to 22 characters.
+
+    Nothing is folded or cut off: a label has to be found again in the other tables and in the TOML file.
+    """
+    out = _rows(plain_table(title), records)
+    if _width(out, console) > console.width:
+        out = _rows(plain_table(title, gap=0), records)
+    out.width = _width(out, console)
+    return out
+
+
+def _width(table: Table, console: Console) -> int:
+    """The columns that a table takes when nothing of it is folded."""
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
+
+
+def _rows(out: Table, records: Mapping[str, Record]) -> Table:
+    out.add_column("\nmethod", no_wrap=True)
     heads = (
         "\nscore", "\nworst", "after\nmore", "up a\nround", "down a\nround", "bits\nup", "bits\ndown",
         "bytes\nin all", "s per\nround",
@@ -214,12 +234,17 @@ def table(records: Mapping[str, Record], title: str) -> Table:
             shown(r["score_mean_after_local_epochs"], ".3f") if "score_mean_after_local_epochs" in r else "",
             amount(r["bytes_up_per_device_round"]),
             amount(r["bytes_down_per_device_round"]),
-            f"{r['bits_per_parameter_up']:.2f}",
-            f"{r['bits_per_parameter_down']:.2f}",
+            _bits(r["bits_per_parameter_up"]),
+            _bits(r["bits_per_parameter_down"]),
             amount(r["bytes_per_device"]),
             f"{r['seconds_per_round']:.2f}",
         )
     return out
+
+
+def _bits(count: float) -> str:
+    """Bits a parameter with three digits at most, so that the table stays narrow."""
+    return f"{count:.2f}" if count < 9.995 else f"{count:.1f}"
 
 
 def by_kind(records: Mapping[str, Record]) -> str:

@@ -25,6 +25,7 @@ from edge_bench.progress import PAUSE, Steps
 from edge_bench.reproduction import Cell, Reproduction, key, method_of, stands
 from edge_bench.simulate import RoundRow, run_all
 from edge_bench.simulation_file import find_bundle
+from edge_bench.stored_runs import RESULT, Run, known, stored
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
@@ -38,8 +39,6 @@ AVERAGED = (
     "score_start", "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",
     "bits_per_parameter_down", "bytes_per_device", "bytes_of_all_devices", "kept_share", "seconds",
 )  # fmt: skip
-
-Run = dict[str, Any]
 
 
 def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], steps: Steps, compact: bool = False) -> Run:
@@ -91,26 +90,23 @@ def _rounded(value: Any) -> Any:
 # --- files
 
 
-def known(out: Path) -> dict[str, Run]:
-    """The finished cells of an output folder by digest: those of its cell files and those of its result."""
-    found: dict[str, Run] = {}
-    if (out / "result.json").is_file():
-        stored = json.loads((out / "result.json").read_text())
-        found |= {run["cell"]: run for run in (*stored["runs"].values(), *stored.get("tried_runs", {}).values())}
-    for file in sorted((out / "cells").glob("*.json")):
-        found[file.stem] = json.loads(file.read_text())
-    return found
-
-
 def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
     """Of the cells `missing` by digest, those that another reproduction has run; they get files in `folder`."""
     others = [RESULTS / name for name in reproduction.names() if missing and RESULTS / name != folder]
-    runs = ((sha, run) for other in others for sha, run in known(other).items() if sha in missing)
+    runs = ((sha, run) for other in others for sha, run in _whole(other).items() if sha in missing)
     found = {sha: run for sha, run in runs if stands(run, method_of(missing[sha]))}
     for sha, run in found.items():
         run |= {"task": missing[sha].task, "label": missing[sha].label}
         write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
     return found
+
+
+def _whole(folder: Path) -> dict[str, Run]:
+    """The `known` cells of another reproduction; none where its result is damaged, which its own command says."""
+    try:
+        return known(folder)
+    except ConfigError:
+        return {}
 
 
 def one_line_each(content: Mapping[str, Any]) -> str:
@@ -196,13 +192,20 @@ def listing() -> Table:
         justify: JustifyMethod = "right" if head == "minutes" else "left"
         table.add_column(head, justify=justify, overflow="fold", no_wrap=head == "name")
     for name in reproduction.names():
-        r, file = reproduction.read(name), RESULTS / name / "result.json"
-        state = "none yet"
-        stored = json.loads(file.read_text()) if file.is_file() else {"runs": {}}
-        if stored["runs"]:
-            state = f"committed, seeds {sorted({s for row in stored['summary'].values() for s in row['seeds']})}"
-        table.add_row(name, r.title, str(r.minutes), state)
+        r = reproduction.read(name)
+        table.add_row(name, r.title, str(r.minutes), _state(RESULTS / name))
     return table
+
+
+def _state(folder: Path) -> str:
+    """In a few words, which results a folder has."""
+    try:
+        found = stored(folder)
+    except ConfigError:
+        return "result.json is damaged"
+    if found is None or not found["runs"]:
+        return "none yet"
+    return f"committed, seeds {sorted({run['seed'] for run in found['runs'].values()})}"
 
 
 def reproduce(
@@ -236,7 +239,7 @@ def reproduce(
     used = reproduction.changed(r, changes or ())
     cells = reproduction.cells(used, chosen, labels, "validation" if validation else "test")
     wanted = [cell for cell in cells if cell.task in there]
-    done = known(folder)
+    done = known(folder, lambda said: report.warn(console, [said]))
     keyed = prepare(wanted, name)
     failures: dict[str, str] = {}
     owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], method_of(cell))}
@@ -295,7 +298,33 @@ def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], fu
     current = {n: run for n, (cell, run, standing) in found.items() if standing or (cell.task, cell.label) not in anew}
     tried = {f"{run['task']}/{run['label']}/{run['cell']}": run for run in done.values() if run["validation"]}
     command = f"maskfleet reproduce {name}" + (" --full" if full else "")
-    result = merge(name, r, command, current, tried, full)
-    write_text(folder / "result.json", one_line_each(result))
-    write_text(folder / "table.md", results_page.tables(result))
-    results_page.draw(result, folder)
+    write(folder, merge(name, r, command, current, tried, full))
+
+
+def write(folder: Path, result: Run) -> None:
+    """Write a result, its table and its plots; what is there and says the same is left as it is.
+
+    While every run is the same, the commit and the machine stay those of the result that is there, whatever else the
+    reproduction's file says now.
+    """
+    before = stored(folder)
+    if before is not None and all(
+        _text(before.get(part, {})) == _text(result[part]) for part in ("runs", "tried_runs")
+    ):
+        result |= {"commit": before.get("commit"), "machine": before["machine"]}
+    text = one_line_each(result)
+    drawn = all((folder / f"{run['task']}.png").is_file() for run in result["runs"].values())
+    if not drawn or not _says(folder / RESULT, text):
+        results_page.draw(result, folder)
+    for path, content in ((folder / "table.md", results_page.tables(result)), (folder / RESULT, text)):
+        if not _says(path, content):
+            write_text(path, content)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _says(path: Path, text: str) -> bool:
+    """Whether a file is there with this text."""
+    return path.is_file() and path.read_bytes() == text.encode()

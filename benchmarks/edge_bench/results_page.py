@@ -14,6 +14,7 @@ from typing import Any
 from edge_bench import reproduction
 from edge_bench.command_line import run_module
 from edge_bench.curves import amount
+from edge_bench.stored_runs import stored
 from edge_client.bench import plots
 from edge_client.errors import MaskfleetError
 from edge_client.methods import make_method
@@ -204,12 +205,15 @@ def section(name: str, result: Mapping[str, Any], notes: str) -> str:
 
 
 def results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The committed results by name: those at two cores' scale first, each followed by the paper's."""
+    """The committed results by name: those at two cores' scale first, each followed by the paper's.
+
+    Raises ConfigError when one is damaged.
+    """
     found = {}
     for name in reproduction.names():
         for variant in (name, f"{name}-full"):
-            if (folder / variant / "result.json").is_file():
-                found[variant] = json.loads((folder / variant / "result.json").read_text())
+            if (result := stored(folder / variant)) is not None:
+                found[variant] = result
     return found
 
 

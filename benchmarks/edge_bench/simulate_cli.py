@@ -140,7 +140,7 @@ def simulate(
     model = opened.model()
     records = {label: report.simulated(r, model) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
-    console.print(report.table(records, title), report.by_kind(records), sep="\n\n")
+    console.print(report.table(records, title, console), report.by_kind(records), sep="\n\n")
     report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}, test, model))
     reasons = {label: str(error) for label, error in failures.items()}
     if json_file is not None:

@@ -73,7 +73,11 @@ class Devices:
         if found == "removed":
             raise Refusal("device-removed", f"device {name!r} was removed from {self.id}; choose another name")
         if found == "name-taken":
-            raise Refusal("name-taken", f"another device is enrolled as {name!r} in {self.id}; choose another name")
+            raise Refusal(
+                "name-taken",
+                f"another device is enrolled as {name!r} in {self.id}; choose another name, or use the state folder "
+                "that it enrolled with",
+            )
         if found == "credential-taken":
             raise Refusal("name-taken", "this credential is enrolled under another name; make a fresh one")
         if found == "spent":

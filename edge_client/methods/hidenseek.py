@@ -118,7 +118,8 @@ class HideNseek(SignMasks):
             kept = synflow.prune(views(m.parameters, model.parameters), layers, m.groups, named, keep, self.iterations)
         except ValueError as error:
             raise ConfigError(
-                f"SynFlow prunes layers in one row, bundle {m.name!r} has others: {error}; set keep = 1"
+                f"SynFlow prunes layers in one row, and those of bundle {m.name!r} are not; set keep = 1 to prune "
+                f"nothing, or choose another method ({error})"
             ) from None
         return chosen(m, kept)
 

@@ -75,8 +75,8 @@ def chain(
     """
     if len(layers) < 2 or len(groups) != len(layers) - 1:
         raise ValueError(
-            f"the channel groups between the layers {list(layers)} are {[g.name for g in groups]}; a chain has one "
-            "between each layer and the next"
+            f"there are {len(groups)} channel groups for {len(layers)} layers, and a chain has one between each layer "
+            "and the next"
         )
     for group, layer, after in zip(groups, layers, layers[1:], strict=False):
         made, read = [p.tensor for p in group.at("makes")], [p.tensor for p in group.at("reads")]
