@@ -8,8 +8,9 @@ order. Nothing here draws random numbers or reads
 a clock that could reach an update: the same assignment gives the same bytes, so a device killed in a round trains it
 again, or sends the update it had stored, with the same effect.
 
-A round that cannot be done (training diverged, memory ran out, values were lost) is reported, and the device asks for
-work again. Only what asking again cannot mend ends the run: see `edge_client.exit_codes`.
+A round that cannot be done (training diverged, memory ran out, values were lost, the coordinator refuses the update) is
+reported, and the device asks for work again. Only what asking again cannot mend ends the run: see
+`edge_client.exit_codes`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link 
 LEAST_PAUSE = 0.5  # seconds between two requests for work that brought none, whatever the coordinator asks for
 UNREADABLE_MOST = 3  # downlinks in a row that cannot be read; then this version and the coordinator's do not match
 FAILED_PAUSE = 60.0  # the longest pause after rounds that failed in a row
+OVER = (404, 409, 410)  # an update's or failure's round went on without this device
+UNFIT = (400, 413, 415, 422)  # the coordinator never takes this update: it is too large, or not valid
 NO_LEASE = "none"  # after the last round there is none, but the header is due
 
 WORK: TypeAdapter[Work] = TypeAdapter(Work)
@@ -285,7 +288,7 @@ class _Run:
         if trained is None:
             return None
         outcome, cost = trained
-        self.failures = self.unreadable = 0
+        self.unreadable = 0
         pending = Pending(work.round, work.lease, work.downlink, encode(outcome.update), to_header(cost))
         self.journal.trained(outcome.kept, pending)
         m = outcome.metrics
@@ -323,10 +326,14 @@ class _Run:
                     f"{UNREADABLE_MOST} payloads in a row could not be read: {error}; if it stays so after a restart, "
                     "install the coordinator's version of maskfleet"
                 ) from error
+        self._pause(work.round)
+        return None
+
+    def _pause(self, round_: int) -> None:
+        """Wait after a failed round: longer, the more of them failed in a row."""
         self.failures += 1
         delay = min(LEAST_PAUSE * 2.0**self.failures, FAILED_PAUSE)
-        self.remote.retry.pause(delay, f"round {work.round} failed; asking for work again in {delay:.0f} s")
-        return None
+        self.remote.retry.pause(delay, f"round {round_} failed; asking for work again in {delay:.0f} s")
 
     def _fail(self, enrolled: Enrolled, round_: int, lease: str, failure: Failure) -> None:
         """Report that this device cannot do a round, unless the round is over anyway."""
@@ -337,12 +344,12 @@ class _Run:
         try:
             self.remote.tell("PUT", path, failure, what, {"Maskfleet-Lease": lease})
         except ServerError as error:
-            if error.status not in (404, 409, 410):
+            if error.status not in OVER:
                 raise
             self.say(Event("dropped", f"round {round_} went on without this device: {error}", round_))
 
     def _send(self, enrolled: Enrolled, pending: Pending, linger: float | None = None) -> Receipt | None:
-        """Upload an update until the coordinator has it, or answers that the round went on without it (None)."""
+        """Upload an update until the coordinator has it, or answers that it does not take it (None)."""
         path = f"{enrolled.path}/rounds/{pending.round}/updates/{enrolled.device}"
         headers = {"Content-Type": MEDIA_TYPE, "Maskfleet-Lease": pending.lease}
         if pending.cost:
@@ -351,24 +358,31 @@ class _Run:
         try:
             receipt = self.remote.put(path, pending.update, headers, Receipt, what, linger)
         except ServerError as error:
-            self._refused(pending, error)
+            self._refused(enrolled, pending, error)
             return None
         if receipt.sha256 != pending.sha256:
             raise PayloadError(
                 f"the coordinator acknowledged an update with SHA-256 {receipt.sha256[:12]}..., not the one sent "
                 f"({pending.sha256[:12]}...); check for a proxy that changes bodies"
             )
+        self.failures = 0
         self.journal.acknowledge(pending.round)
         self.say(Event("sent", f"round {pending.round}: the coordinator has the update", pending.round))
         return receipt
 
-    def _refused(self, pending: Pending, error: ServerError) -> None:
-        """Drop an update whose round went on without it; raise any other refusal."""
+    def _refused(self, enrolled: Enrolled, pending: Pending, error: ServerError) -> None:
+        """Drop an update whose round went on without it; report and drop one that is unfit; raise any other refusal."""
         if error.kind == "conflicting-update":  # an earlier update was acknowledged: its kept values stay
             self.journal.acknowledge(pending.round)
-        elif error.status in (400, 404, 409, 410, 413, 415, 422):
+        elif error.status in OVER + UNFIT:
             self.journal.drop_pending()
-        if error.status not in (404, 409, 410):
+        if error.status in UNFIT:
+            failure = failure_of(error, other="backend")
+            assert failure is not None
+            self._fail(enrolled, pending.round, pending.lease, failure)
+            self._pause(pending.round)
+            return
+        if error.status not in OVER:
             raise error
         text = f"round {pending.round} went on without this update: {error}"
         self.say(Event("dropped", text, pending.round))

@@ -292,16 +292,6 @@ def test_a_setting_of_another_version_ends_the_run_with_what_to_install(tmp_path
         device(tmp_path, coordinator).run()
 
 
-def test_an_update_that_the_coordinator_calls_invalid_ends_the_run_and_is_not_sent_again(tmp_path: Path) -> None:
-    coordinator = Coordinator()
-    coordinator.fault = lambda r: (
-        problem(422, "bad-payload", "array 'parameters' holds NaN") if "/rounds/" in r.url.path else None
-    )
-    with pytest.raises(ServerError, match="NaN"):
-        device(tmp_path, coordinator).run()
-    assert not list(tmp_path.glob("pending-*"))
-
-
 def test_a_damaged_upload_is_sent_again(tmp_path: Path) -> None:
     coordinator, damaged = Coordinator(), [True]
 

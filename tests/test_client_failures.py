@@ -130,6 +130,80 @@ def test_a_refused_failure_report_ends_the_run(tmp_path: Path, monkeypatch: pyte
         device(tmp_path, coordinator).run()
 
 
+UNFIT = [
+    problem(400, "bad-request", "Content-Length is 'many'"),
+    problem(413, "too-large", "an update of this method has at most 51174 bytes, Content-Length says 1506424"),
+    problem(415, "unsupported", "an update is a safetensors file"),
+    problem(422, "bad-payload", "array 'parameters' holds NaN"),
+]
+
+
+def refusing(rounds: set[int], answer: httpx.Response) -> Callable[[httpx.Request], httpx.Response | None]:
+    """The coordinator's `answer` to every update of these rounds."""
+
+    def fault(request: httpx.Request) -> httpx.Response | None:
+        parts = request.url.path.split("/")
+        return answer if "updates" in parts and int(parts[5]) in rounds else None
+
+    return fault
+
+
+@pytest.mark.parametrize("answer", UNFIT, ids=lambda answer: str(answer.status_code))
+def test_an_update_that_the_coordinator_never_takes_is_reported_and_not_sent_again(
+    answer: httpx.Response, tmp_path: Path
+) -> None:
+    coordinator, said = Coordinator(), list[Event]()
+
+    def stopped_after_the_report(request: httpx.Request) -> httpx.Response | None:
+        over = coordinator.failures and request.url.path.endswith("/work")
+        stopped = {"status": "stopped", "reason": "enough"}
+        return httpx.Response(200, json=stopped) if over else refusing({1}, answer)(request)
+
+    coordinator.fault = stopped_after_the_report
+    result = device(tmp_path, coordinator).run(on_event=said.append)
+    assert (result.ended, result.rounds) == ("stopped", 0)
+    ((round_, lease, failure),) = coordinator.failures
+    assert (round_, lease, failure.kind) == (1, "lease1", "backend")
+    assert failure.reason == answer.json()["detail"]
+    assert [e.text for e in said if e.kind == "failed"] == [
+        f"round 1 failed on this device (backend): {failure.reason}"
+    ]
+    assert sum("/updates/" in path for _, path in coordinator.requests) == 1
+    assert not list(tmp_path.glob("pending-*"))
+
+
+def test_refused_updates_in_a_row_are_spaced_like_other_failures_until_one_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, left = list[float](), [True, True, True, False, True, False, False]
+    monkeypatch.setattr("edge_client.retry.time.sleep", waits.append)
+    coordinator = Coordinator()
+    coordinator.fault = lambda r: UNFIT[1] if "/updates/" in r.url.path and left.pop(0) else None
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    assert waits == [1, 2, 4, 1]
+    assert [r for r, _, _ in coordinator.failures] == [1, 1, 1, 2]
+    assert sorted(coordinator.updates) == [1, 2, 3]
+
+
+def test_an_update_of_an_earlier_run_that_is_refused_is_reported_with_its_lease(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    coordinator.fault = lambda r: httpx.Response(502) if "/updates/" in r.url.path else None
+    with pytest.raises(UnreachableError):
+        device(tmp_path, coordinator, patience=0.0).run()
+    left = [UNFIT[3]]
+    coordinator.fault = lambda r: left.pop() if "/updates/" in r.url.path and left else None
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    assert [(r, lease, f.kind) for r, lease, f in coordinator.failures] == [(1, "lease1", "backend")]
+
+
+def test_an_update_of_a_removed_device_ends_the_run(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    coordinator.fault = refusing({1}, problem(403, "device-removed", "dev was removed"))
+    with pytest.raises(ServerError, match="was removed"):
+        device(tmp_path, coordinator).run()
+    assert coordinator.failures == []
+
+
 def test_a_downlink_that_cannot_be_read_is_reported_and_the_next_one_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from federation import PATIENCE, Federation, environment, until
 
+from edge_client import Client, client
 from edge_client.bundle import Bundle
 from edge_client.exit_codes import ExitCode
+from edge_client.protocol.payload import Payload
 
 datasets = pytest.importorskip("sklearn.datasets")
 pytest.importorskip("fastapi")
@@ -58,6 +60,29 @@ def test_a_round_that_diverges_pauses_the_federation_and_ends_no_device(tmp_path
         assert device.poll() is None
         fed.ask("POST", f"/v1/federations/{fed.id}/stop")
         assert device.wait() == ExitCode.STOPPED
+
+
+def test_a_round_does_not_wait_for_a_device_whose_update_is_too_large(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, sent = client.encode, list[int]()
+
+    def encoded(update: Payload) -> bytes:
+        """Of the first round alone, a megabyte too much."""
+        sent.append(1)
+        return whole(update) + bytes(2**20 if len(sent) == 1 else 0)
+
+    monkeypatch.setattr(client, "encode", encoded)
+    with Federation(tmp_path / "fed") as fed:
+        two = config({"name": "fedavg", "epochs": 1}, cohort=2, min_devices=2, rounds=2, deadline_seconds=3600.0)
+        fed.create(Bundle.open(BUNDLE), two)
+        other = fed.join("b", data)
+        result = Client(fed.url, fed.token, data, device="a", state=tmp_path / "a", align="none").run()
+        assert (result.ended, result.rounds) == ("finished", 1)
+        assert other.wait() == ExitCode.DONE
+        first, second = fed.rounds()
+        assert (first["devices"], second["devices"]) == (["b"], ["a", "b"])
+        assert "an update of this method has at most" in first["failed"]["a"]["reason"]
 
 
 def test_a_device_ends_at_once_on_sigterm_and_goes_on_when_started_again(tmp_path: Path, data: Path) -> None:

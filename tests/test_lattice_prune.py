@@ -24,6 +24,7 @@ from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import MIDDLE
 from edge_client.methods.lattice_network import network
 from edge_client.methods.lattice_prune import choose, score, share
+from edge_client.methods.lattice_train import LOWEST_RATE
 from edge_client.methods.units import unpacked
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Batch, Course, Personal, Task
@@ -238,7 +239,7 @@ def test_a_device_trains_the_smaller_network_for_more_epochs_with_a_falling_rate
     assert fleet.method.plan(fleet.receive("a").net).cosine
 
 
-def test_the_smaller_network_has_as_many_epochs_as_the_whole_one_and_at_least_two() -> None:
+def test_the_smaller_network_has_twice_the_epochs_so_that_its_falling_rate_adds_up_to_as_much() -> None:
     course = Course(model(M), seed=3, rounds=5, cohort=3)
     whole = network(course, None)
     small = network(course, choose(M, course.model.parameters, 0.5, {}))
@@ -248,10 +249,13 @@ def test_the_smaller_network_has_as_many_epochs_as_the_whole_one_and_at_least_tw
         plans = [method.plan(whole), method.plan(small), method.personal_plan(whole), method.personal_plan(small)]
         return [plan.epochs for plan in plans]
 
-    assert epochs() == [5, 5, 7, 7]
+    assert epochs() == [5, 10, 7, 7]
     assert epochs(epochs=1) == [1, 2, 7, 7]
-    assert epochs(epochs=3) == [3, 3, 7, 7]
     assert epochs(epochs=3, prune_epochs=1) == [3, 1, 7, 7]
+    plans = [Lattice(prune=0.5).plan(net) for net in (whole, small)]
+    assert [plan.cosine for plan in plans] == [False, True]
+    mean = (1 + LOWEST_RATE) / 2  # of the cosine
+    assert 1 <= plans[1].rate * mean * plans[1].epochs / (plans[0].rate * plans[0].epochs) < 1.1
 
 
 def test_the_guard_ends_at_the_pruning() -> None:

@@ -36,7 +36,7 @@ BUNDLES: Mapping[str, str] = {"har": "har", "digits": "digits-wide"}
 # validation part (`chosen` in benchmarks/results/har_fedmask.json). Lattice's, and the rate 0.03 of all three, come
 # from a few trial runs on the digits' test part; one run on the validation parts confirmed them. Without `_SMALL`
 # Lattice trains the whole network.
-_SMALL: Mapping[str, Any] = {"prune": 0.35, "prune_after": 4, "personal_epochs": 3}
+_SMALL: Mapping[str, Any] = {"prune": 0.35, "prune_after": 4, "prune_epochs": 5, "personal_epochs": 3}
 _ALL: Mapping[str, Mapping[str, Any]] = {
     "lattice": {"quantum": 5.0, "budget": 1.0, "average": 0.0, "lr": 0.03, **_SMALL},
     "fedavg": {"lr": 0.03},

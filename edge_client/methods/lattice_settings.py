@@ -19,7 +19,7 @@ from edge_client.methods.local_sgd import LocalSgd, window
 from edge_client.task import Course
 
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
-PRUNED_EPOCHS = 2  # the fewest of the smaller network, unless `prune_epochs` says otherwise: one lost accuracy
+PRUNED_EPOCHS = 2  # times `epochs`: the rate of the smaller network falls, so that its epochs do half as much
 OF_PRUNING = ("prune_after", "prune_keep", "prune_epochs", "prune_lr")
 TOP = 10.0  # the quantum up to which the budget makes steps coarser; beyond it scores can fall by tens of points
 QUANTUM = 0.25  # the least: with much finer ones updates exceed `update_limit`, and moves 16 bits
@@ -51,7 +51,7 @@ class Settings(LocalSgd):
     prune_keep: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
     """The share that stays of a channel group, by its name, in place of the rule's."""
     prune_epochs: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """Epochs of the smaller network in a round; None: `epochs`, at least two."""
+    """Epochs of the smaller network in a round; None: twice `epochs`."""
     prune_lr: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Its learning rate; None: `lr`, else 0.01 also where the whole network needs a careful one."""
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -99,7 +99,7 @@ class Settings(LocalSgd):
         """How a device trains this network in a round."""
         if net.units is None:
             return Plan(self.epochs, self.batch, self.learning_rate(net.model), self.momentum, self.cosine)
-        epochs = self.prune_epochs or max(PRUNED_EPOCHS, self.epochs)
+        epochs = self.prune_epochs or PRUNED_EPOCHS * self.epochs
         rate = self.prune_lr or self.lr or self.usual_lr
         return Plan(epochs, self.batch, rate, self.momentum, cosine=True)
 

@@ -278,7 +278,8 @@ class Failure(Message):
     `lost`: the device no longer holds what the downlink builds on; the coordinator sends everything with the next one.
     `downlink`: the received model cannot be read, or its first gradient is not finite. `diverged`: the device's
     training did not stay finite.
-    `out-of-memory`, `backend`, `data`: the device's memory, training engine or samples are the cause.
+    `out-of-memory`, `data`: the device's memory or samples are the cause. `backend`: its training engine is, or the
+    coordinator refused its update as too large or not valid.
     """
 
     kind: FailureKind
