@@ -314,7 +314,7 @@ def test_an_update_names_the_reference_mask_that_its_flips_are_of() -> None:
     a = fleet.task("a", 3).assignment
     for other in ("0" * 16, None):
         meta = {"reference": other} if other else {}
-        with pytest.raises(PayloadError, match=f"reference mask {other!r}.*restart the client"):
+        with pytest.raises(PayloadError, match=f"reference mask {other!r}.*trains again"):
             fleet.method.read_update(a, fleet.state, None, Payload(update.arrays, meta))
 
 

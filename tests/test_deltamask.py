@@ -165,7 +165,7 @@ def test_an_update_names_the_reference_mask_it_changes(sampling: Any) -> None:
     method.read_update(a, state, None, update)
     for other in ("0" * 16, None):
         meta = {"reference": other} if other else {}
-        with pytest.raises(PayloadError, match="restart the client"):
+        with pytest.raises(PayloadError, match="trains again"):
             method.read_update(a, state, None, Payload(update.arrays, meta))
 
 

@@ -533,7 +533,7 @@ def test_fedmask_refuses_a_real_gate_that_is_not_a_number(wrong: float) -> None:
 def test_an_update_for_another_structure_than_the_records_is_refused_with_what_to_do() -> None:
     server = Server(HALF)
     server.fold({"a": update([1, 1, 1, 0, 0, 0], [1, 0, 1])})
-    with pytest.raises(PayloadError, match="restart the client"):
+    with pytest.raises(PayloadError, match="trains again"):
         server.fold({"a": update([0, 0, 0, 1, 1, 1], [1, 0, 1], known=[1, 0, 1], send=False)})
     with pytest.raises(PayloadError, match=r"structure\.bits"):
         server.fold({"a": update([1, 1, 1, 0, 0, 0], [1, 0, 1], known=[1, 0, 1], send=True)})

@@ -54,8 +54,7 @@ def check(payload: Payload, known: Bits, what: str) -> None:
     said, held = payload.meta.get("reference"), named(known)["reference"]
     if said != held:
         raise LostError(
-            f"{what} was computed against reference mask {said!r}, but {held!r} is held here; restart the client to "
-            "repeat the round"
+            f"{what} was computed against reference mask {said!r}, but {held!r} is held here; the device trains again"
         )
 
 

@@ -139,7 +139,7 @@ class Wire:
         if payload.meta.get("structure") != bits_digest(structure):
             raise PayloadError(
                 f"{what} is for structure {payload.meta.get('structure')!r}, but {bits_digest(structure)!r} is due; "
-                "restart the client to repeat the round"
+                "the device trains again"
             )
         others = ((STRUCTURE,) if due is None else ()) + ((REAL,) if self.division.real.size else ())
         bits = changes.decode(self.codec, payload, sent[live] if due is None else sent, what, others)

@@ -86,7 +86,7 @@ def read_moves(a: Assignment, data: bytes, known: Known) -> tuple[float, Counts]
     if coupling.checksum([moves]) != head.crc:
         raise PayloadError(
             f"the moves of {a.device!r} in round {a.round} do not match their checksum: they were coded against "
-            "another model or place; restart the client to repeat the round"
+            "another model or place; the device trains again"
         )
     if int(moves.max(initial=0)) > MOST_MOVE or int(moves.min(initial=0)) < -MOST_MOVE:
         raise PayloadError(f"a move of {a.device!r} leaves +-{MOST_MOVE}; lower the learning rate")
