@@ -197,6 +197,23 @@ def test_a_method_above_its_start_but_below_half_of_the_best_is_named() -> None:
     assert "below the bundle's own start (0.300)" in said
 
 
+def test_lattice_is_named_when_it_ends_three_points_below_fedavg_and_other_methods_are_not() -> None:
+    tables = ({"name": "lattice"}, {"name": "stc"}, {"name": "fedavg"}, {"name": "fedavg", "epochs": 1})
+    methods = dict(zip(("mine", "stc", "fedavg", "short"), map(make_method, tables), strict=True))
+
+    def said(mine: float, tested: int = 1000) -> list[str]:
+        scores = {"mine": mine, "stc": 0.7, "fedavg": 0.9, "short": 0.8}
+        return warnings({name: {"score_mean": s, "score_start": 0.1} for name, s in scores.items()}, methods, tested)
+
+    assert said(0.88) == []
+    (sentence,) = said(0.86)
+    assert sentence.startswith("mine ends at 0.860, below fedavg's score (0.900); what most often helps: lr")
+    assert "a smaller quantum" in sentence
+    assert "a smaller budget" in sentence
+    assert said(0.86, tested=50) == []  # within two standard errors
+    assert "budget" not in " ".join(make_method({"name": "lattice", "budget": 1}).hints())
+
+
 def test_more_epochs_are_advised_with_their_number_and_after_what_random_weights_need_first() -> None:
     record, trained = {"score_mean": 0.5, "score_start": 0.1}, find_bundle("digits").model()
     assert trained.manifest.seed is not None

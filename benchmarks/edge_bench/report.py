@@ -28,6 +28,7 @@ from edge_client.protocol.messages import Round, Scores, Traffic
 Record = dict[str, Any]
 ALONE = "standalone"  # the method of devices that train for themselves
 FEW = 100  # test samples
+SHORT = 0.03  # of its rival's score: a method that misses more is named
 
 CAPTION = """score: each device's own model on its own test samples, mean over devices
   (accuracy for labels, R^2 for numbers); worst: the lowest of any device;
@@ -153,9 +154,10 @@ def warnings(
 ) -> list[str]:
     """Sentences on methods that end badly or should have pruned, and on updates that the guard limited.
 
-    Badly is below the bundle's own start, below training alone when Standalone ran, or, failing these, below half of
-    the best method. This holds for Standalone too. `tested` test samples of all devices decide nothing within two
-    standard errors of a share, ``tested ** -0.5``, while they are fewer than `FEW`. Both mappings have the same labels.
+    Badly is below the bundle's own start, below training alone when Standalone ran, `SHORT` below the method's `rival`
+    when that ran, or, failing these, below half of the best method. This holds for Standalone too. `tested` test
+    samples of all devices decide nothing within two standard errors of a share, ``tested ** -0.5``, while they are
+    fewer than `FEW`. Both mappings have the same labels.
     `model` is the bundle's, where it is at hand.
     """
     alone = next((label for label in records if methods[label].name == ALONE), None)
@@ -176,6 +178,10 @@ def warnings(
         if score is None:
             continue
         worse = {than: base for than, base in bases.items() if base is not None and score < base - least}
+        rivals = [other for other in scores if methods[other].name == methods[label].rival]
+        rival = max(rivals, key=scores.__getitem__, default=None)
+        if rival is not None and score < scores[rival] - max(least, SHORT):
+            worse[f"{rival}'s score"] = scores[rival]
         if not worse and best is not None and scores[best] > 0 and score < scores[best] / 2 - least:
             worse[f"half of {best}'s score"] = scores[best]
         found += [said for than, base in worse.items() if (said := below(label, score, base, than, hints))]

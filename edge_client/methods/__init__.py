@@ -88,13 +88,15 @@ class Method(BaseModel):
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
     that stays): they are reported apart from the rounds' bytes. `search` has the few settings that `maskfleet tune`
-    searches. `revision` is raised with every change after which the same settings give other bytes or another model:
+    searches. `rival` names the method whose score this one should reach; a simulation of both says when it does not.
+    `revision` is raised with every change after which the same settings give other bytes or another model:
     stored results of an earlier one are run again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
     name: ClassVar[str]
     revision: ClassVar[int] = 1
+    rival: ClassVar[str | None] = None
     search: ClassVar[Search] = {}
     state_type: ClassVar[type[Any]]
     record_type: ClassVar[type[Any] | None] = None

@@ -86,6 +86,7 @@ class Lattice(Settings):
 
     name: ClassVar[str] = "lattice"
     revision: ClassVar[int] = 7  # moves of devices with very many samples are coarser; no level above TOP
+    rival: ClassVar[str] = "fedavg"
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),
         "epochs": Range(1, 5),

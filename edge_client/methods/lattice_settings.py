@@ -65,8 +65,8 @@ class Settings(LocalSgd):
                 raise ConfigError(f"{name} = {value!r} changes nothing without pruning; set prune too, or leave it out")
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
-        finer = self.quantum > QUANTUM
-        return ("lr", MORE_EPOCHS, "a smaller quantum") if finer else ("lr", MORE_EPOCHS)
+        finer = ("a smaller quantum",) if self.quantum > QUANTUM else ()
+        return ("lr", MORE_EPOCHS, *finer, *(("a smaller budget",) if self.budget > 1 else ()))
 
     def unit(self, course: Course, each: F32) -> F32:
         """What one count moves a weight of each tensor, float32[tensors]."""
