@@ -312,6 +312,14 @@ def test_the_moves_of_a_device_of_very_many_samples_are_coarse_and_mean_what_the
     assert fleet.method.limited(a, before, update, 0.5, 400.0).scale == 0.5 * 2.0**3 * 400 / 800
 
 
+def test_the_budget_is_a_share_of_fedavgs_bytes_and_six_kilobytes_at_least() -> None:
+    small, large = Course(model(M), 3, 20, 3), Course(model(mlp(300, 300, 10)), 3, 20, 3)
+    assert Lattice().allowed(small, 4.0) == 22 * 6144
+    d = 300 * 300 + 300 + 300 * 10 + 10
+    assert Lattice().allowed(large, 4.0) == pytest.approx(22 * 8 * d / 110)
+    assert Lattice(budget=1000.0).allowed(large, 4.0) == 22 * 6144
+
+
 def absences(fleet: Fleet, cohorts: list[list[str]], lost: str = "") -> float:
     """What the server says of the rounds between two of a device after these cohorts; `lost` lost its values often."""
     for round_, cohort in enumerate(cohorts):
