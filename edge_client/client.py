@@ -69,6 +69,7 @@ HOLD = 25.0  # seconds the coordinator may hold a request for work: below the us
 LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link that breaks meanwhile costs the upload
 LEAST_PAUSE = 0.5  # seconds between two requests for work that brought none, whatever the coordinator asks for
 UNREADABLE_MOST = 3  # downlinks in a row that cannot be read; then this version and the coordinator's do not match
+REFUSED_MOST = 5  # updates in a row that the coordinator never takes; then versions or settings do not match
 FAILED_PAUSE = 60.0  # the longest pause after rounds that failed in a row
 OVER = (404, 409, 410)  # an update's or failure's round went on without this device
 UNFIT = (400, 413, 415, 422)  # the coordinator never takes this update: it is too large, or not valid
@@ -183,7 +184,8 @@ class _Run:
         self.client, self.journal, self.remote, self.say = client, journal, remote, say
         self.cost = RoundCost(meter)
         self.failures = 0  # rounds that failed in a row
-        self.unreadable = 0  # of those, the latest whose downlink could not be read
+        self.refused = 0  # updates in a row that were refused for good
+        self.unreadable = 0  # of those that failed, the latest whose downlink could not be read
         self.lost_end = False
 
     def go(self, rounds: int | None, once: bool) -> Result:
@@ -365,13 +367,16 @@ class _Run:
                 f"the coordinator acknowledged an update with SHA-256 {receipt.sha256[:12]}..., not the one sent "
                 f"({pending.sha256[:12]}...); check for a proxy that changes bodies"
             )
-        self.failures = 0
+        self.failures = self.refused = 0
         self.journal.acknowledge(pending.round)
         self.say(Event("sent", f"round {pending.round}: the coordinator has the update", pending.round))
         return receipt
 
     def _refused(self, enrolled: Enrolled, pending: Pending, error: ServerError) -> None:
-        """Drop an update whose round went on without it; report and drop one that is unfit; raise any other refusal."""
+        """Drop an update whose round went on without it; report and drop one that is unfit; raise any other refusal.
+
+        After REFUSED_MOST unfit ones in a row the last refusal is raised too.
+        """
         if error.kind == "conflicting-update":  # an earlier update was acknowledged: its kept values stay
             self.journal.acknowledge(pending.round)
         elif error.status in OVER + UNFIT:
@@ -380,10 +385,14 @@ class _Run:
             failure = failure_of(error, other="backend")
             assert failure is not None
             self._fail(enrolled, pending.round, pending.lease, failure)
+            self.refused += 1
+            if self.refused == REFUSED_MOST:
+                raise error
             self._pause(pending.round)
             return
         if error.status not in OVER:
             raise error
+        self.failures = 0
         text = f"round {pending.round} went on without this update: {error}"
         self.say(Event("dropped", text, pending.round))
 
@@ -428,7 +437,8 @@ class _Run:
         if report.uncompacted is not None:
             self.say(Event("info", f"the personal model is the masked dense one, not compacted: {report.uncompacted}"))
         mask = chosen.personal.mask
-        if (mask is None or mask.all()) and (unpruned := session.method.unpruned()):
+        whole = self.journal.took_part and (mask is None or mask.all())
+        if whole and (unpruned := session.method.unpruned()):
             self.say(Event("info", f"warning: {unpruned}"))
         if report.test_samples:
             hints = session.method.hints(task.assignment.model)

@@ -166,6 +166,11 @@ class Journal:
 
     # --- rounds
 
+    @property
+    def took_part(self) -> bool:
+        """Whether the coordinator has an update of this device, of which the state folder still knows."""
+        return bool(self._rounds("kept"))
+
     def kept(self, before: int) -> Arrays:
         """What the method kept in the last acknowledged round before round `before`; {} when there is none.
 

@@ -143,6 +143,12 @@ def test_a_device_says_when_the_method_should_have_pruned_and_did_not(
     said = list[Event]()
     device(tmp_path, Coordinator(rounds=1)).run(on_event=said.append)
     assert ("warning: nothing was pruned: the gate stayed closed" in [e.text for e in said]) is warned
+    said.clear()
+    late = Coordinator(rounds=1)
+    late.round = 2  # the rounds are over, so this device never had a chance to prune
+    device(tmp_path / "late", late).run(on_event=said.append)
+    assert said[-1].kind == "done"
+    assert not [e.text for e in said if "nothing was pruned" in e.text]
 
 
 def test_rounds_and_once_stop_early_and_the_next_run_goes_on(tmp_path: Path) -> None:

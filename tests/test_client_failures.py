@@ -185,6 +185,16 @@ def test_refused_updates_in_a_row_are_spaced_like_other_failures_until_one_is_ta
     assert sorted(coordinator.updates) == [1, 2, 3]
 
 
+def test_a_device_whose_every_update_is_refused_ends_after_its_fifth_report(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    coordinator.fault = lambda r: UNFIT[3] if "/updates/" in r.url.path else None
+    with pytest.raises(ServerError, match="holds NaN"):
+        device(tmp_path, coordinator).run()
+    assert len(coordinator.failures) == 5
+    coordinator.fault = lambda _: None
+    assert device(tmp_path, coordinator).run().ended == "finished"
+
+
 def test_an_update_of_an_earlier_run_that_is_refused_is_reported_with_its_lease(tmp_path: Path) -> None:
     coordinator = Coordinator()
     coordinator.fault = lambda r: httpx.Response(502) if "/updates/" in r.url.path else None

@@ -209,9 +209,14 @@ def test_lattice_is_named_when_it_ends_three_points_below_fedavg_and_other_metho
     (sentence,) = said(0.86)
     assert sentence.startswith("mine ends at 0.860, below fedavg's score (0.900); what most often helps: lr")
     assert "a smaller quantum" in sentence
-    assert "a smaller budget" in sentence
+    assert "budget = 1, for more bytes" in sentence
     assert said(0.86, tested=50) == []  # within two standard errors
-    assert "budget" not in " ".join(make_method({"name": "lattice", "budget": 1}).hints())
+    small = find_bundle("digits").model()
+    assert make_method({"name": "lattice"}).hints(small) == ("lr", "more epochs", "a smaller quantum")
+    assert make_method({"name": "lattice", "budget": 1, "prune": 0.4}).hints()[2:] == (
+        "a larger prune",
+        "a smaller quantum",
+    )
 
 
 def test_more_epochs_are_advised_with_their_number_and_after_what_random_weights_need_first() -> None:
@@ -238,8 +243,8 @@ def test_hermes_whose_devices_all_stay_whole_is_named_whatever_it_scores() -> No
     (said,) = warnings({"h": {**scores, "kept_share": 1.0}, "fedavg": {**scores, "kept_share": 1.0}}, methods)
     assert said.startswith("h: nothing was pruned: no validation score was above threshold = 0.5")
     out = io.StringIO()
-    warn(Console(file=out), [said])
-    assert "([data] validation in a simulation)" in " ".join(out.getvalue().split())  # brackets are no markup
+    warn(Console(file=out), [f"{said} ([data] validation)"])
+    assert "([data] validation)" in " ".join(out.getvalue().split())  # brackets are no markup
     assert warnings({"h": {**scores, "kept_share": 0.99}, "fedavg": scores}, methods) == []
 
 

@@ -291,10 +291,10 @@ def test_the_budget_asks_for_no_steps_beyond_a_quantum_of_ten(quantum: float, to
     ("samples", "mean", "due"), [(1, 100.0, 0), (15, 1.0, 0), (16, 1.0, 1), (31, 1.0, 1), (32, 1.0, 2), (4500, 12.0, 5)]
 )
 def test_moves_are_a_level_higher_from_16_times_the_mean_samples_on(samples: int, mean: float, due: int) -> None:
-    assert grid_module.above(samples, mean) == due
-    assert grid_module.above(samples, float(np.float32(mean))) == due
+    assert grid_module.extra_levels(samples, mean) == due
+    assert grid_module.extra_levels(samples, float(np.float32(mean))) == due
     nearly = np.nextafter(mean, 2 * mean)  # the server's mean, which travels as `mean`
-    assert grid_module.above(samples, float(nearly)) == due
+    assert grid_module.extra_levels(samples, float(nearly)) == due
 
 
 def test_the_moves_of_a_device_of_very_many_samples_are_coarse_and_mean_what_they_should() -> None:
@@ -309,6 +309,8 @@ def test_the_moves_of_a_device_of_very_many_samples_are_coarse_and_mean_what_the
     assert update.scale == 2.0**3
     assert np.abs(update.moves * update.scale - exact).max() < update.scale
     assert np.abs(update.moves).max() > 1  # they are not cut to nothing
+    of_moves = fleet.method.influence(a, before, update).norm
+    assert of_moves == 8 * fleet.method.influence(a, before, replace(update, scale=1.0)).norm
     assert fleet.method.limited(a, before, update, 0.5, 400.0).scale == 0.5 * 2.0**3 * 400 / 800
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from unittest import mock
 
 import numpy as np
 import pytest
-from edge_kernels.codecs import CodecError, rans
+from edge_kernels import compiled, lattice_model
+from edge_kernels.codecs import CodecError, arrivals, rans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
+from edge_client.training import steps
 
 TABLES = rans.geometric_tables([int(x * 2**32) for x in (0.0001, 0.1, 0.5, 0.9, 0.99)])
 
@@ -81,3 +85,9 @@ def _read(runs: NDArray[np.int64], states: NDArray[np.uint64], words: NDArray[np
     except CodecError as error:
         return str(error)
     return symbols.tolist(), used, states.tolist()
+
+
+@pytest.mark.parametrize("module", [rans, arrivals, lattice_model, steps])
+def test_a_module_finds_its_compiled_loops(module: ModuleType) -> None:
+    pytest.importorskip("numba")
+    assert compiled.loops(module.__name__) is not None

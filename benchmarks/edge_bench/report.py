@@ -28,7 +28,7 @@ from edge_client.protocol.messages import Round, Scores, Traffic
 Record = dict[str, Any]
 ALONE = "standalone"  # the method of devices that train for themselves
 FEW = 100  # test samples
-SHORT = 0.03  # of its rival's score: a method that misses more is named
+MISSED = 0.03  # three points: a method that ends further below its rival is named
 
 CAPTION = """score: each device's own model on its own test samples, mean over devices
   (accuracy for labels, R^2 for numbers); worst: the lowest of any device;
@@ -154,7 +154,7 @@ def warnings(
 ) -> list[str]:
     """Sentences on methods that end badly or should have pruned, and on updates that the guard limited.
 
-    Badly is below the bundle's own start, below training alone when Standalone ran, `SHORT` below the method's `rival`
+    Badly is below the bundle's own start, below training alone when Standalone ran, `MISSED` below the method's `rival`
     when that ran, or, failing these, below half of the best method. This holds for Standalone too. `tested` test
     samples of all devices decide nothing within two standard errors of a share, ``tested ** -0.5``, while they are
     fewer than `FEW`. Both mappings have the same labels.
@@ -180,7 +180,7 @@ def warnings(
         worse = {than: base for than, base in bases.items() if base is not None and score < base - least}
         rivals = [other for other in scores if methods[other].name == methods[label].rival]
         rival = max(rivals, key=scores.__getitem__, default=None)
-        if rival is not None and score < scores[rival] - max(least, SHORT):
+        if rival is not None and score < scores[rival] - max(least, MISSED):
             worse[f"{rival}'s score"] = scores[rival]
         if not worse and best is not None and scores[best] > 0 and score < scores[best] / 2 - least:
             worse[f"half of {best}'s score"] = scores[best]

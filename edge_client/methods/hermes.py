@@ -159,7 +159,7 @@ class Hermes(LocalSgd):
             return None
         return (
             f"nothing was pruned: no validation score was above threshold = {self.threshold:g}, and it is 0 without "
-            "validation samples; give the devices some ([data] validation in a simulation), or lower threshold"
+            "validation samples; give devices some, or lower threshold"
         )
 
     def exchanged(self, model: Model) -> int:

@@ -10,7 +10,8 @@ step for each tensor, the federation's cohort K.
   unit, so nothing is rounded, and late devices need not know when the level changed.
 - **Up.** A device sends ``m = floor(a + u)`` with its dither u and
   ``a = change / (step * 2**(level - MIDDLE)) * samples / mean samples``, in the first round ``a = change / own step``.
-  It keeps nothing of the rounding. The level of a device with 16 times the mean samples or more is higher (`above`).
+  It keeps nothing of the rounding. A device with 16 times the mean samples or more has a higher level
+  (`extra_levels`).
 - **Server.** ``R += 2**level * (K * mean samples / samples of the round) * sum of m``. With
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
   the state. The factor is 1 for K devices of the mean samples. In the first round
@@ -52,8 +53,8 @@ from edge_client.methods.lattice_grid import (
     MOST,
     Counts,
     History,
-    above,
     dither,
+    extra_levels,
     grid,
     moves,
     rms,
@@ -131,9 +132,9 @@ class Lattice(Settings):
         return grid(model.manifest).size
 
     def update_limit(self, model: Model) -> int:
-        """Two bytes a parameter, more than moves take at the least `quantum`; 4 a statistic and a tensor."""
+        """Three bytes a parameter, more than moves take at the least `quantum`; 4 a statistic and a tensor."""
         part = grid(model.manifest)
-        return 2 * part.size + 1024 + 4 * self.buffers(model) + 4 * len(part.blocks)
+        return 3 * part.size + 1024 + 4 * self.buffers(model) + 4 * len(part.blocks)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         """The moves decoded with the device's dither. Raises PayloadError."""
@@ -143,7 +144,7 @@ class Lattice(Settings):
         a = net.assignment(a)
         data = packed(payload, MOVES)
         samples = count(payload, "samples", MAX_SAMPLES)
-        higher = above(samples, state.samples) if state.reports else 0
+        higher = extra_levels(samples, state.samples) if state.reports else 0
         gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level + higher))
         each = vector(payload, "rms", len(net.part.blocks)) if first else None
         if each is not None:
@@ -313,7 +314,7 @@ class Lattice(Settings):
             arrays["rms"] = each = rms(part, change)
             level, step, share = received.level, self.own_steps(a, part, each), 1.0
         else:
-            level = received.level + above(task.samples, received.samples)
+            level = received.level + extra_levels(task.samples, received.samples)
             step, share = received.steps, task.samples / received.samples * 2.0 ** (MIDDLE - level)
         own_moves = moves(part, change, share / step.astype(np.float64), dither(a, part.size), MOST_MOVE)
         head = UpHead(coupling.checksum([own_moves]), own.gain)

@@ -31,7 +31,6 @@ BLOCK = 1 << 14  # values handled at a time, so that they stay in the cache
 NONE = np.zeros(0, np.uint32)
 MIDDLE = 8  # the level of the first round's moves
 HIGHEST = 16  # the level of the coarsest cells
-ALIKE = 4  # log2 of the times the mean samples below which a device's moves have the round's level
 MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
 
 
@@ -114,13 +113,13 @@ def nearest(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]
     return fall, rise
 
 
-def above(samples: int, mean: float) -> int:
+def extra_levels(samples: int, mean: float) -> int:
     """Levels that a device's moves are above the round's: 1 for 16 to 32 times the mean samples, 2 up to 64 times, ...
 
-    Otherwise these moves, which grow with the samples, would take more bytes than they are worth. `mean` counts as the
-    float32 that travels, so both sides agree.
+    Otherwise these moves, which grow with the samples, would take more bytes than they are worth. `mean` is that of the
+    weights that the server counted, and is rounded to the float32 that travels, so both sides agree.
     """
-    return max(0, math.frexp(samples / float(np.float32(mean)))[1] - ALIKE)
+    return max(0, math.frexp(samples / float(np.float32(mean)))[1] - 4)
 
 
 def sizes(counts: Counts, level: int) -> Counts:

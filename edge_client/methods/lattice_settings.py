@@ -36,8 +36,8 @@ class Settings(LocalSgd):
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
     budget: Annotated[float, Field(ge=1)] = 110.0
-    """FedAvg's bytes divided by this may go to moves, changes, statistics and the last delivery: cells and steps become
-    coarser where a run would take more. 1: they stay as they are."""
+    """FedAvg's bytes divided by this, or 6 kB a round if that is more, may go to moves, changes, statistics and the
+    last delivery. Where a run would take more, cells and steps become coarser, up to a quantum of ten. 1: never."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
     guard: bool = True
@@ -65,8 +65,11 @@ class Settings(LocalSgd):
                 raise ConfigError(f"{name} = {value!r} changes nothing without pruning; set prune too, or leave it out")
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
+        whole = ("a larger prune",) if self.prune is not None else ()
         finer = ("a smaller quantum",) if self.quantum > QUANTUM else ()
-        return ("lr", MORE_EPOCHS, *finer, *(("a smaller budget",) if self.budget > 1 else ()))
+        binding = self.budget > 1 and self.top > MIDDLE
+        binding = binding and (model is None or 8 * model.manifest.d / self.budget > LEAST)
+        return ("lr", MORE_EPOCHS, *whole, *finer, *(("budget = 1, for more bytes",) if binding else ()))
 
     def unit(self, course: Course, each: F32) -> F32:
         """What one count moves a weight of each tensor, float32[tensors]."""
