@@ -67,8 +67,7 @@ class Settings(LocalSgd):
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         whole = ("a larger prune",) if self.prune is not None else ()
         finer = ("a smaller quantum",) if self.quantum > QUANTUM else ()
-        binding = self.budget > 1 and self.top > MIDDLE
-        binding = binding and (model is None or 8 * model.manifest.d / self.budget > LEAST)
+        binding = self.budget > 1 and self.top > MIDDLE and (model is None or self.share(model) > LEAST)
         return ("lr", MORE_EPOCHS, *whole, *finer, *(("budget = 1, for more bytes",) if binding else ()))
 
     def unit(self, course: Course, each: F32) -> F32:
@@ -85,10 +84,13 @@ class Settings(LocalSgd):
         """The number of rounds whose mean is the final model."""
         return min(lattice_grid.HISTORY, window(self.average, course.rounds))
 
+    def share(self, model: Model) -> float:
+        """FedAvg's bytes of a device and round, divided by `budget`."""
+        return 8 * (grid(model.manifest).size + self.buffers(model)) / self.budget
+
     def allowed(self, course: Course, deliveries: float) -> float:
         """Coded bytes that a device may send and receive in all rounds and, so often, after the last one."""
-        each = 8 * (grid(course.model.manifest).size + self.buffers(course.model)) / self.budget
-        return (course.rounds + deliveries / 2) * max(each, LEAST)
+        return (course.rounds + deliveries / 2) * max(self.share(course.model), LEAST)
 
     def guarded(self, net: Network) -> bool:
         """Whether devices compare this network with the bundle's."""
