@@ -4,9 +4,8 @@
     result = Client("https://fleet.example.org", token, "mine.npz").run()
 
 `edge_client.local` runs a round, `retry` repeats a request, `journal` survives a power cut; this file calls them in
-order. Nothing here draws random numbers or reads
-a clock that could reach an update: the same assignment gives the same bytes, so a device killed in a round trains it
-again, or sends the update it had stored, with the same effect.
+order. Nothing here draws random numbers or reads a clock that could reach an update: the same assignment gives the same
+bytes, so a device killed in a round trains it again, or sends the update it had stored, with the same effect.
 
 A round that cannot be done (training diverged, memory ran out, values were lost, the coordinator refuses the update) is
 reported, and the device asks for work again. Only what asking again cannot mend ends the run: see
@@ -43,7 +42,6 @@ from edge_client.local import Outcome, failure_of, personal, run_round
 from edge_client.measure.energy import Meter
 from edge_client.measure.meters import AUTO, choose
 from edge_client.measure.round_cost import RoundCost
-from edge_client.methods import below
 from edge_client.protocol.cost import COST_HEADER, Cost, in_words, to_header
 from edge_client.protocol.messages import (
     Enrolled,
@@ -382,7 +380,7 @@ class _Run:
         elif error.status in OVER + UNFIT:
             self.journal.drop_pending()
         if error.status in UNFIT:
-            failure = failure_of(error, other="backend")
+            failure = failure_of(error, other="refused")
             assert failure is not None
             self._fail(enrolled, pending.round, pending.lease, failure)
             self.refused += 1
@@ -400,7 +398,7 @@ class _Run:
 
     def _finish(self, session: Session, work: Finish) -> Report | None:
         """Make, measure and write the personal model, and report it; None when there is newer work to ask for."""
-        from edge_client.conclude import conclude  # onnx is needed only here
+        from edge_client.conclude import conclude, remarks  # onnx is needed only here
 
         downlink = self._downlink(session, work)
         if downlink is None:
@@ -431,21 +429,12 @@ class _Run:
         report = conclude(
             session.bundle, task, chosen.personal, client.model, client.threads, client.align, facts
         ).model_copy(update={"source": chosen.source})
-        path = f"{session.enrolled.path}/devices/{session.enrolled.device}/report"
+        path = f"{enrolled.path}/devices/{enrolled.device}/report"
         self.remote.tell("PUT", path, report, "sending the report")
         self.journal.finish(report)
-        if report.uncompacted is not None:
-            self.say(Event("info", f"the personal model is the masked dense one, not compacted: {report.uncompacted}"))
-        mask = chosen.personal.mask
-        whole = self.journal.took_part and (mask is None or mask.all())
-        if whole and (unpruned := session.method.unpruned()):
-            self.say(Event("info", f"warning: {unpruned}"))
-        if report.test_samples:
-            hints = session.method.hints(task.assignment.model)
-            poor = below(session.method.name, report.score, task.score_start(), "the bundle's own start", hints)
-            if poor is not None:
-                self.say(Event("info", f"warning: {poor}"))
-        self.say(Event("done", f"finished: the personal model is {self.client.model}"))
+        for line in remarks(session.method, task, chosen.personal, report, self.journal.took_part):
+            self.say(Event("info", line))
+        self.say(Event("done", f"finished: the personal model is {client.model}"))
         return report
 
 

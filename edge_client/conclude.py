@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,6 +14,7 @@ from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.compaction.tuning import clock
 from edge_client.errors import CompactionError, StateError
 from edge_client.measure.latency import latency
+from edge_client.methods import Method, below
 from edge_client.protocol.messages import Report
 from edge_client.task import Personal, Task
 
@@ -74,3 +75,20 @@ def conclude(
         latency_compact_ms=of_compact.p50_ms,
         max_abs_diff=compact.max_abs_diff,
     )
+
+
+def remarks(method: Method, task: Task, personal: Personal, report: Report, took_part: bool) -> Iterator[str]:
+    """What the device's owner should know of the model: it is not compacted, not pruned, or below the bundle's start.
+
+    `took_part` says whether the device ever trained a round: an unpruned model of one that did not is no surprise.
+    """
+    if report.uncompacted is not None:
+        yield f"the personal model is the masked dense one, not compacted: {report.uncompacted}"
+    whole = took_part and (personal.mask is None or bool(personal.mask.all()))
+    if whole and (unpruned := method.unpruned()):
+        yield f"warning: {unpruned}"
+    if report.test_samples:
+        hints = method.hints(task.assignment.model)
+        poor = below(method.name, report.score, task.score_start(), "the bundle's own start", hints)
+        if poor is not None:
+            yield f"warning: {poor}"

@@ -24,7 +24,7 @@ async def shown(fleet: Fleet, device: str) -> dict[str, Any]:
     return next(d for d in found if d["device"] == device)
 
 
-@pytest.mark.parametrize("kind", ["lost", "downlink", "diverged", "out-of-memory", "backend", "data"])
+@pytest.mark.parametrize("kind", ["lost", "downlink", "diverged", "out-of-memory", "backend", "data", "refused"])
 def test_a_round_closes_without_the_device_that_failed_and_the_operator_sees_why(tmp_path: Path, kind: str) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")

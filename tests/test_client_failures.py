@@ -163,10 +163,10 @@ def test_an_update_that_the_coordinator_never_takes_is_reported_and_not_sent_aga
     result = device(tmp_path, coordinator).run(on_event=said.append)
     assert (result.ended, result.rounds) == ("stopped", 0)
     ((round_, lease, failure),) = coordinator.failures
-    assert (round_, lease, failure.kind) == (1, "lease1", "backend")
+    assert (round_, lease, failure.kind) == (1, "lease1", "refused")
     assert failure.reason == answer.json()["detail"]
     assert [e.text for e in said if e.kind == "failed"] == [
-        f"round 1 failed on this device (backend): {failure.reason}"
+        f"round 1 failed on this device (refused): {failure.reason}"
     ]
     assert sum("/updates/" in path for _, path in coordinator.requests) == 1
     assert not list(tmp_path.glob("pending-*"))
@@ -203,7 +203,7 @@ def test_an_update_of_an_earlier_run_that_is_refused_is_reported_with_its_lease(
     left = [UNFIT[3]]
     coordinator.fault = lambda r: left.pop() if "/updates/" in r.url.path and left else None
     assert device(tmp_path, coordinator).run().ended == "finished"
-    assert [(r, lease, f.kind) for r, lease, f in coordinator.failures] == [(1, "lease1", "backend")]
+    assert [(r, lease, f.kind) for r, lease, f in coordinator.failures] == [(1, "lease1", "refused")]
 
 
 def test_an_update_of_a_removed_device_ends_the_run(tmp_path: Path) -> None:

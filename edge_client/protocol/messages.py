@@ -269,7 +269,7 @@ class Report(Message):
     """Which model it kept: from the last downlink, after local epochs from there, or as trained in its last round."""
 
 
-FailureKind = Literal["lost", "downlink", "diverged", "out-of-memory", "backend", "data"]
+FailureKind = Literal["lost", "downlink", "diverged", "out-of-memory", "backend", "data", "refused"]
 
 
 class Failure(Message):
@@ -278,8 +278,8 @@ class Failure(Message):
     `lost`: the device no longer holds what the downlink builds on; the coordinator sends everything with the next one.
     `downlink`: the received model cannot be read, or its first gradient is not finite. `diverged`: the device's
     training did not stay finite.
-    `out-of-memory`, `data`: the device's memory or samples are the cause. `backend`: its training engine is, or the
-    coordinator refused its update as too large or not valid.
+    `out-of-memory`, `data`: the device's memory or samples are the cause. `backend`: its training engine is.
+    `refused`: the coordinator refused its update as too large or not valid.
     """
 
     kind: FailureKind
