@@ -95,13 +95,16 @@ def test_the_model_is_the_weighted_mean_in_expectation_also_when_devices_do_not_
 
 
 @pytest.mark.usefixtures("uncoded")
-@pytest.mark.parametrize("cohort", ["ac", "ab"])
-def test_a_round_of_large_or_of_small_devices_is_their_weighted_mean_and_no_more(cohort: str) -> None:
-    data = {"a": samples(0, 4), "b": samples(1, 4), "c": samples(2, 40)}
+@pytest.mark.parametrize(("first", "cohort", "large"), [("abc", "ac", 40), ("abc", "ab", 40), ("ab", "abc", 160)])
+def test_a_round_of_large_or_of_small_devices_is_their_weighted_mean_and_no_more(
+    first: str, cohort: str, large: int
+) -> None:
+    """Of the last case's 40 times the mean samples, a device's moves are four times as coarse."""
+    data = {"a": samples(0, 4), "b": samples(1, 4), "c": samples(2, large)}
     trainer, runs, total = pull(), 150, np.zeros(D)
     for seed in range(runs):
-        fleet = Fleet(Lattice(epochs=1, quantum=2, lr=0.1, batch=64), data, seed=seed, trainer=trainer)
-        fleet.play(*"abc")
+        fleet = Fleet(Lattice(epochs=1, quantum=2, lr=0.1, batch=512), data, seed=seed, trainer=trainer)
+        fleet.play(*first)
         before = fleet.due()
         fleet.play(*cohort)
         total += fleet.due() - before
