@@ -102,7 +102,7 @@ class Terminal:
     def __init__(self) -> None:
         from rich.console import Console
 
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, emoji=False)
         self._status = self._console.status("starting")
         self._status.start()
 

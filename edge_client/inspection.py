@@ -47,7 +47,7 @@ def payload(
     except OSError as error:
         raise PayloadError(f"cannot read {file}: {error.strerror}; name a payload's file") from None
     content = decode(data, FILE_HEADER_BYTES)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     arrays = sum(a.nbytes for a in content.arrays.values())
     console.print(f"[bold]{escape(file.name)}[/]  SHA-256 {digest(data)}", soft_wrap=True)
     console.print(f"{len(data)} bytes: {arrays} in {len(content.arrays)} arrays, {len(data) - arrays} of header")
@@ -143,7 +143,7 @@ def _look(array: AnyArray) -> str:
 
 
 def _print_manifest(m: Manifest, address: str) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     weights = "in weights.safetensors" if m.seed is None else f"from seed {m.seed}"
     console.print(f"[bold]{m.name}[/]  {address}")
     settings = ", ".join(f"{name} {value}" for name, value in m.target.model_dump(exclude={"kind"}).items())

@@ -139,7 +139,7 @@ def _table(*heads: str) -> Table:
 
 def _console() -> Console:
     """Standard output; in a log or a pipe at least so wide that tables fit."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = max(console.width, 120)
     return console

@@ -280,6 +280,18 @@ def test_a_mistake_in_own_data_is_named(arrays: dict[str, Any], words: str, tmp_
         read(saved(tmp_path, **arrays))
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"samples": 1798}, "samples = 1798, but digits has 1797"),
+        ({"split": "classes", "classes": 11}, "classes = 11, but digits has 10"),
+    ],
+)
+def test_more_samples_or_classes_than_there_are_is_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        divide(DataConfig(name="digits", **keys), 0)
+
+
 def test_a_label_outside_the_model_s_is_named_by_its_place_in_the_whole_file(tmp_path: Path) -> None:
     config = saved(tmp_path, x=X, y=np.where(np.arange(120) == 77, 3, Y))
     with pytest.raises(DataError, match="label 3 at index 77 is outside"):

@@ -309,6 +309,7 @@ def test_a_function_returns_each_device_s_own_arrays_which_are_cut_as_the_device
         ("return {'x': X, 'y': Y[:4]}", "give one label a sample"),
         ("return {'x': [[1], [2, 3]], 'y': [0, 1]}", "x is no array"),
         ("return {'x': X, 'y': Y, 'owner': Y - 1}", "owner -1 is negative"),
+        ("return {'x': X, 'y': Y, 'owner': np.minimum(np.arange(60), 1)}", "has 1 sample to train on.* at least 2"),
         ("return {'a/b': {'x': X, 'y': Y}}", "'a/b' cannot name a device"),
         ("return {'a': {'x': X, 'y': Y, 'x_val': X}}", "x_val but no y_val"),
         (

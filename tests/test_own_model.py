@@ -143,6 +143,15 @@ def test_weights_that_are_drawn_and_count_as_trained_are_named(
     assert np.array_equal(Bundle.open(tmp_path / "bundle").model().parameters, made.model().parameters)
 
 
+def test_no_seed_is_advised_where_no_rule_draws_a_tensor() -> None:
+    torch = pytest.importorskip("torch")
+    from edge_export.factories import drawn
+
+    said = drawn(lambda: torch.nn.GRU(3, 4), torch.nn.GRU(3, 4), "he")
+    assert "no rule draws weight_ih_l0 from a seed" in said
+    assert "--seed" not in said
+
+
 @pytest.mark.parametrize("seeds", ["torch.manual_seed(0)", "manual_seed(0)", "torch.random.manual_seed(0)"])
 def test_random_weights_are_named_too_when_the_function_sets_a_seed_of_its_own(
     seeds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,27 @@ def test_the_command_writes_a_record_for_each_method(tmp_path: Path, capsys: pyt
     assert len(written["methods"]["fedmask"]["rounds"]) == 2
     assert 0 < written["methods"]["fedmask"]["score_worst"] <= written["methods"]["fedmask"]["score_mean"] <= 1
     assert "bits" in capsys.readouterr().out
+
+
+def test_a_label_is_printed_as_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
+        '[methods."[/] [red] :key:"]\nname = "fedavg"\nepochs = 1\n'
+    )
+    simulate_cli.simulate(file)
+    assert capsys.readouterr().out.count("[/] [red] :key:") >= 3  # the progress, the table, the bytes by kind
+
+
+def test_a_damaged_bundle_ends_the_command_with_its_own_exit_code(tmp_path: Path) -> None:
+    copy = shutil.copytree(find_bundle("digits").folder, tmp_path / "digits")
+    (copy / "train.onnx").write_bytes(b"")
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'bundle = "{copy}"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\n[methods.fedavg]\n'
+    )
+    with pytest.raises(BundleError, match=r"train\.onnx"):
+        simulate_cli.simulate(file)
 
 
 def test_the_command_writes_what_succeeded_and_names_what_failed(tmp_path: Path) -> None:

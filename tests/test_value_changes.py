@@ -219,3 +219,10 @@ def test_a_change_that_makes_a_value_infinite_is_refused() -> None:
     assert applied(most, -most).tolist() == [0, 0]
     with pytest.raises(PayloadError, match="infinite; lower the learning rate"):
         applied(most, most)
+
+
+def test_papers_count_the_values_of_top_k_without_their_places() -> None:
+    large = course(M).model
+    assert made("fedavg", up="topk:0.1").paper_bytes(large) == (4 * round(0.1 * M.d),) * 2
+    assert made("fedavg", up="topk").paper_bytes(large) == (4 * round(0.01 * M.d),) * 2
+    assert made("fedavg", up="eden:1").paper_bytes(large) is None

@@ -102,8 +102,11 @@ def run_module(main: Callable[..., None]) -> None:
 
 
 def plain_console(least: int = 80) -> Console:
-    """Standard output; at least so many columns in a log or a pipe, so that tables fit."""
-    console = Console(highlight=False, soft_wrap=True)
+    """Standard output; at least so many columns in a log or a pipe, so that tables fit.
+
+    Names from files are printed as they are: rich would take `[red]` and `:key:` in them for markup and a picture.
+    """
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = max(console.width, least)
     return console

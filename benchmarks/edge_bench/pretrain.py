@@ -229,6 +229,7 @@ def build(name: str, folder: Path) -> Bundle:
         if name in TRAINED:
             return TRAINED[name](name, folder)
         make, example, target, init = DRAWN[name]
+        torch.manual_seed(SEED)  # the bundle has a seed for its weights, but the export is proved on the module's
         return export_bundle(
             make(), example(), folder, name=name, target=target, seed=SEED, init=init, torch_part=False,
             between=SCALES.get(name),

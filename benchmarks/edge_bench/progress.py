@@ -21,7 +21,7 @@ class Steps:
         self._console, self._total, self._pause = console, total, pause
         self._done, self._started, self._said = 0, time.monotonic(), -pause
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left"), TimeRemainingColumn(), console=console,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=total)

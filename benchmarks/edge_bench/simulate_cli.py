@@ -20,7 +20,7 @@ from edge_bench.simulate import InterruptedRun, RoundRow, run_all
 from edge_bench.simulation_file import SimulationConfig, open_simulation
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.errors import BundleError, ConfigError, MaskfleetError
 from edge_client.exit_codes import ExitCode
 from edge_client.targets import Classification, Sequence
 
@@ -135,8 +135,10 @@ def simulate(
                 console.print("stopped before any method ended; there is no result")
                 raise typer.Exit(code[-1]) from None
     failed = "\n".join(f"{label}: {error}" for label, error in failures.items())
+    damaged = bool(failures) and all(isinstance(error, BundleError) for error in failures.values())
+    ended = BundleError(failed) if damaged else ConfigError(failed)  # a damaged bundle has an exit code of its own
     if not results:
-        raise ConfigError(failed)
+        raise ended
     model = opened.model()
     records = {label: report.simulated(r, model) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
@@ -152,4 +154,4 @@ def simulate(
         console.print(failed)
         raise typer.Exit(code[-1])
     if failed:
-        raise ConfigError(failed)
+        raise ended

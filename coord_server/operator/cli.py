@@ -103,7 +103,7 @@ def _say(found: T, table: Callable[[T], Any], as_json: bool) -> None:
     else:
         # Into a pipe lines stay whole, so that commands can be copied.
         width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
-        Console(highlight=False, width=width).print(*table(found), sep="\n")
+        Console(highlight=False, emoji=False, width=width).print(*table(found), sep="\n")
 
 
 def _print(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:
@@ -161,7 +161,7 @@ def show(
         elif config:
             _say(operator.federation(id_), settings_table, False)
         elif watch:
-            show_live(lambda before: look(operator, id_, url, before), Console(highlight=False))
+            show_live(lambda before: look(operator, id_, url, before), Console(highlight=False, emoji=False))
         else:
             _say(look(operator, id_, url), overview, False)
 

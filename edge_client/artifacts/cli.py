@@ -40,7 +40,7 @@ def artifact(
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"-o {out} is not a file in an existing folder; name one")
     samples = None if data is None else taken(content, data)
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     with console.status(f"{kind}: a deep network takes minutes") as status:
         proof = make(
             content,

@@ -125,7 +125,7 @@ def run(
         most = android.processors(phone)
     settings = measure.Settings(_threads(threads, most), runs, warm_up, seconds, energy_seconds, cold_starts)
     command = " ".join(["maskfleet", *sys.argv[1:]])
-    console = Console()
+    console = Console(emoji=False)
     with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
         wanted = tuple(MAKERS) if variants == "all" else tuple(dict.fromkeys(variants.replace(" ", "").split(",")))
         subject = _subject(models, personal, keep, data, _numbers(shape), wanted, Path(scratch))
@@ -316,7 +316,7 @@ def compare_(
         )
         figures = (f"{reports.figure(p.first)} -> {reports.figure(p.second)}", f"{p.ratio:.2f}x, {p.verdict}", *more)
         table.add_row(escape(p.variant), *[p.engine] * engines, str(p.threads), *figures)
-    console = Console()
+    console = Console(emoji=False)
     console.print(table)
     for text in compare.cautions(a, b):
         console.print(f"caution: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from edge_kernels import counter
-from edge_kernels.codecs import values
+from edge_kernels.codecs import sparse, values
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
@@ -150,6 +150,14 @@ class FedAvg(LocalSgd):
 
     def exchanged(self, model: Model) -> int:
         return model.manifest.d
+
+    def paper_bytes(self, model: Model) -> tuple[int, int] | None:
+        """Papers count Top-k's values without their places, and as many down."""
+        name, _, fraction = self.up.partition(":")
+        if name != "topk":
+            return None
+        size = 4 * sparse.kept(model.manifest.d, float(fraction or 0.01))  # the codec's own default
+        return size, size
 
     def update_limit(self, model: Model) -> int:
         """Four bytes a parameter and a statistic; the slack of a codec."""

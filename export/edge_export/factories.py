@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from edge_client import authored, toml
 from edge_client.bundle import Between, Bundle, ClassNames, Normalisation
 from edge_client.errors import ConfigError, first_fault
-from edge_export.tables import InitScheme
+from edge_export.tables import InitScheme, unseeded
 from edge_export.writer import export_bundle
 
 WHAT = "a function that returns the torch module"
@@ -69,7 +69,7 @@ def export_factory(
         module = build()
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{place} returned a {type(module).__name__}; it must return a torch.nn.Module")
-    if seed is None and (found := drawn(build, module)):
+    if seed is None and (found := drawn(build, module, init)):
         note(found)
     example = torch.zeros((2, *shape), dtype=getattr(torch, dtype))
     return export_bundle(
@@ -100,7 +100,7 @@ class Unseeded:
         return getattr(torch.default_generator, name)
 
 
-def drawn(build: Callable[[], Any], module: torch.nn.Module) -> str:
+def drawn(build: Callable[[], Any], module: torch.nn.Module, init: InitScheme) -> str:
     """What to say of the layers of `module` whose weights differ when it is built again; nothing when none do.
 
     Weights of one value, such as those of a new batch-norm, speak for neither.
@@ -127,4 +127,6 @@ def drawn(build: Callable[[], Any], module: torch.nn.Module) -> str:
             f"the weights of {', '.join(layers)} are {count}; "
             'for a new head, set head = "probe" where coupled, deltamask or fedpm is the method'
         )
+    if missing := unseeded(module, init, dict(module.named_parameters())):
+        return f"the weights are {count}; no rule draws {missing[0]} from a seed, so the bundle carries them"
     return f"the weights are {count}; if they are random, pass --seed 1 (in a simulation's [export]: seed = 1)"

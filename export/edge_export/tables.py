@@ -9,7 +9,7 @@ last layer that reads it, so that a tied head stays the head.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -217,7 +217,7 @@ def _rule(part: nn.Module, name: str, value: Tensor, init: InitScheme) -> Init |
     return None
 
 
-def unseeded(module: nn.Module, init: InitScheme, found: Tables) -> list[str]:
-    """Tensors that no rule covers: a bundle with these must carry its weights."""
+def unseeded(module: nn.Module, init: InitScheme, tensors: Iterable[str]) -> list[str]:
+    """Those of the `tensors` that no rule covers: a bundle with these must carry its weights."""
     rules = _rules(module, init)
-    return [row.name for row in (*found.parameters, *found.buffers) if row.name not in rules]
+    return [name for name in tensors if name not in rules]

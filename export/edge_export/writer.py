@@ -88,7 +88,8 @@ def export_bundle(
     check_free(folder)
     made = proved_graphs(module, example_batch, target, init=init, trainable=trainable)
     module, target, example, found = made.witness.module, made.witness.target, made.example, made.tables
-    if seed is not None and (missing := unseeded(module, init, found)):
+    names = [r.name for r in (*found.parameters, *found.buffers)]
+    if seed is not None and (missing := unseeded(module, init, names)):
         raise ModelError(
             f"no rule draws {missing} from a seed; leave `seed` out, so that the module's own weights are kept"
         )
@@ -96,7 +97,6 @@ def export_bundle(
     graphs = {"train.onnx": made.train, "eval.onnx": made.evaluation}
     parts = {part: graph.SerializeToString(deterministic=True) for part, graph in graphs.items()}
     if torch_part:
-        names = [r.name for r in (*found.parameters, *found.buffers)]
         with in_a_sentence(module, example, None):
             programs = torch_programs(module, example, names, draws)
         prove_programs(made.witness, example, programs, draws)
