@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +30,15 @@ def size(payload: Payload) -> int:
 
 
 class Rounds:
-    """The server's state and records, what each device kept, received and sent last."""
+    """The server's state and records, what each device kept, received and sent last.
 
-    def __init__(self, method: Method, m: Manifest = M, rounds: int = 12) -> None:
-        self.method, self.m, self.round = method, m, 0
+    A device has 40 samples, or as many as `samples` says.
+    """
+
+    def __init__(
+        self, method: Method, m: Manifest = M, rounds: int = 12, samples: Mapping[str, int] | None = None
+    ) -> None:
+        self.method, self.m, self.round, self.samples = method, m, 0, samples or {}
         self.course: Course = course(m, rounds)
         self.state = stored(method.start(self.course))
         self.records: dict[str, Any] = {}
@@ -42,7 +48,7 @@ class Rounds:
         self.local: dict[str, Local] = {}
 
     def task(self, device: str, round_: int) -> Task:
-        data = clusters(self.m, ord(device[0]))
+        data = clusters(self.m, ord(device[0]), self.samples.get(device, 40))
         return replace(task(self.m, device, round_, data), assignment=Assignment(self.course, round_, device))
 
     def ask(self, device: str) -> Payload:

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy_mlp import mlp
 from rounds import Rounds, size
 
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import fedcode
+from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.fedcode import CLUSTERS, FedCode, k_means, nearest
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
@@ -95,6 +97,31 @@ def test_it_learns() -> None:
     for _ in range(6):
         fleet.play("a", "b")
     assert fleet.score("a", "b") > 0.8
+
+
+def test_a_round_of_clusters_gives_the_mean_of_the_clustered_models_weighted_by_samples() -> None:
+    counts = {"a": 30, "b": 90}
+    fleet = Rounds(FedCode(clusters=8, epochs=1), samples=counts)
+    fleet.play("a", "b")
+    models = [fleet.local[d].trained.parameters.astype(np.float64) for d in counts]
+    assert [len(np.unique(w)) for w in models] == [8, 8]
+    due = np.average(models, axis=0, weights=list(counts.values()))
+    assert np.abs(fleet.state.parameters - due).max() < 1e-6
+
+
+def test_with_a_value_for_every_weight_and_clusters_in_every_update_it_is_federated_averaging() -> None:
+    """Clustering then changes nothing. In a round of codebooks it would: the server does not learn which weight has
+    which value."""
+    m, samples = mlp(6, 12, 8, 3), {"a": 30, "b": 90}
+    assert m.d <= 256
+    ours = Rounds(FedCode(clusters=256, request_every=1, epochs=2), m, samples=samples)
+    plain = Rounds(FedAvg(epochs=2), m, samples=samples)
+    for devices in ("a", "a", "a", "ab", "ab"):  # one device at first: that is local training
+        ours.play(*devices)
+        plain.play(*devices)
+        assert np.abs(ours.state.parameters - plain.state.parameters).max() < 1e-5
+        if devices == "a":
+            assert np.abs(ours.state.parameters - ours.local["a"].trained.parameters).max() < 1e-6
 
 
 def test_a_round_of_codebooks_moves_each_weight_to_the_nearest_value_of_all() -> None:

@@ -551,6 +551,19 @@ def test_federated_pruning_keeps_pruned_values_and_takes_weights_up_again() -> N
         assert (round_ % 2 == 1) or np.array_equal(mask, unpacked(M, p.states[round_ - 2].mask))
 
 
+def test_federated_pruning_keeps_the_largest_lamp_scores_of_the_whole_model_and_not_the_largest_weights() -> None:
+    p = play(lin()).run(9)
+    part, chosen = prunable(M), []
+    for state in p.states[2::2]:  # at the start of a period, the model is the one that the mask was picked from
+        w = part.gather(state.theta).astype(np.float64) ** 2
+        scores = np.concatenate([[v / w[place][w[place] >= v].sum() for v in w[place]] for place in part.places])
+        mask = unpacked(M, state.mask)
+        lamp, magnitude = (set(np.argsort(-s, kind="stable")[: mask.sum()]) for s in (scores, w))
+        assert set(np.flatnonzero(mask)) == lamp
+        chosen.append(lamp != magnitude)
+    assert chosen == [True] * 4
+
+
 def test_federated_pruning_sends_the_mask_to_devices_that_do_not_hold_it() -> None:
     p = play(lin()).run(4, lambda round_, device: device != "c" or round_ < 3)
     assert set(p.downlink(4, "a").arrays) == {"values"}

@@ -259,6 +259,21 @@ def test_the_structure_is_the_largest_change_of_weight_times_score() -> None:
     assert structure.tolist() == [True, False, True, False, False, True]
 
 
+def test_the_pruning_epoch_has_the_group_lasso_too() -> None:
+    """One batch, scores all alike: s moves by -lr * (g W + lasso * (3^-1/2 + 2^-1/2)) * slope, the same slope for all.
+
+    The loss is that of every epoch; without the lasso other elements would stay.
+    """
+    g, w, kept = np.array([1, 1, -1, -2, -2, 4]), np.array([1, -2, 3, -1, 2, 0.5]), []
+    for lasso in (0.0, 4.0):
+        method = FedMask(keep=0.5, prune_layers=1, group_lasso=lasso, momentum=0, epochs=1, batch=64)
+        done = trained(method, fixed_task(mlp(3, 2, bias=False), g, w))
+        rank = np.abs(w * (g * w + lasso * (3**-0.5 + 2**-0.5)))
+        kept.append(set(np.argsort(-rank)[:3]))
+        assert set(np.flatnonzero(bitset.unpack(done.kept.held.structure, 6))) == kept[-1]
+    assert kept[0] != kept[1]
+
+
 def test_a_bit_is_one_exactly_where_its_score_ends_at_zero_or_above() -> None:
     # Psi(.1) is about .2494: with lr 1 a gradient of 1 moves the score from .1 to below 0, one of .1 does not.
     method = FedMask(codec="bits", prune_layers=0, group_lasso=0, momentum=0, lr=1, epochs=1, batch=64)
@@ -440,6 +455,19 @@ def test_counts_travel_in_as_many_bits_as_the_cohort_needs(cohort: int, width: i
     assert payload.arrays["mask.planes"].shape == (width, 1)
     assert bitset.unpack_planes(payload.arrays["mask.planes"], width, 3).tolist() == [1, cohort, 0]
     assert server.down("d0") == pytest.approx([1 / cohort, 1, 0])
+
+
+def test_a_received_share_becomes_the_score_radius_times_two_p_minus_one() -> None:
+    """Nothing is learned, so the scores after the round are those before it."""
+    method = FedMask(codec="bits", keep=0.5, prune_layers=1, down="count", radius=0.3, group_lasso=0, restart="latent")
+    server = Server(method)
+    server.fold({f"d{k}": update([1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k in range(3)})
+    record = server.records["d0"]
+    down = method.downlink(server.course, 2, server.state, record)
+    done = trained(method, fixed_task(SIX, np.zeros(6)), Kept(record.held, NONE, NONE), down)
+    shares = np.array([1 / 3, 1, 0])
+    assert done.kept.scores[:3] == pytest.approx(0.3 * (2 * shares - 1), rel=1e-5)
+    assert done.kept.scores[3:].tolist() == [-np.inf] * 3
 
 
 def test_a_newcomer_receives_every_element_once() -> None:

@@ -117,6 +117,23 @@ def test_the_units_of_least_norm_go_and_removed_ones_stay_removed() -> None:
 # --- a device's round
 
 
+def test_a_device_ranks_its_units_by_the_weights_that_it_received_and_not_by_the_bundles() -> None:
+    method, start = Hermes(threshold=-1, rate=0.5, epochs=1), received()
+    parameters = start.parameters.copy()
+    tensors = views(M.parameters, parameters)
+    for name in ("0.w", "1.w"):  # the weakest unit of the bundle becomes the strongest
+        norms = np.linalg.norm(tensors[name], axis=1, keepdims=True)
+        tensors[name][:] /= norms**2
+    kept = method.local_round(validated(), None, replace(start, parameters=parameters)).kept
+    alive = bits.unpack(kept.units, 18)
+    for name, mine in (("0.w", alive[:10]), ("1.w", alive[10:])):
+        now, before = (
+            np.argsort(-np.linalg.norm(views(M.parameters, v)[name], axis=1))[: np.count_nonzero(mine)]
+            for v in (parameters, model(M).parameters)
+        )
+        assert set(np.flatnonzero(mine)) == set(now) != set(before)
+
+
 def test_a_device_prunes_only_above_the_threshold_and_above_the_target() -> None:
     t, start = validated(), received()
     score = t.score(start.units.applied(start.parameters, NONE), "validation")

@@ -546,15 +546,19 @@ def test_the_moves_of_the_first_round_are_in_steps_of_a_quarter_of_the_quantum()
     assert _moves(fleet, "a", 0)[0] in (25, 26)
 
 
-def test_the_server_s_statistics_are_the_mean_of_what_the_devices_sent() -> None:
-    """What they sent is a change of the rounded statistics that they hold, not of the server's own."""
-    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
+def test_the_server_s_statistics_are_the_mean_of_what_the_devices_sent_weighted_by_samples() -> None:
+    """What they sent is a change of the rounded statistics that they hold, not of the server's own.
+
+    One, two and three steps add a quarter each, so the three send different statistics.
+    """
+    data = {"a": samples(0, 4), "b": samples(1, 8), "c": samples(2, 12)}
+    fleet = Fleet(Lattice(epochs=1, lr=0.1, batch=4), data, m=NORMED, trainer=pull(NORMED))
     before = fleet.state.statistics
     held = lattice_statistics.numbers(before)
     assert (before != lattice_statistics.values(held)).all()
     fleet.play(*"abc")
     sent = [lattice_statistics.values(lattice_statistics.read(fleet.local[d].update, held)) for d in "abc"]
-    assert fleet.state.statistics == pytest.approx(np.mean(sent, axis=0), rel=1e-5)
+    assert fleet.state.statistics == pytest.approx(np.average(sent, axis=0, weights=[4, 8, 12]), rel=1e-5)
 
 
 def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:

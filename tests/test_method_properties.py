@@ -15,7 +15,7 @@ from coord_server import aggregation
 from edge_client.flat import to_arrays
 from edge_client.methods import Method, make_method
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
-from edge_client.task import Assignment, Course, Personal, Task
+from edge_client.task import Assignment, Course, Local, Personal, Task
 from edge_client.training import Trainer, open_trainer
 
 pytest.importorskip("sklearn")
@@ -45,14 +45,18 @@ def test_the_order_in_which_updates_are_added_changes_nothing_but_rounding(name:
 
 
 class Alone:
-    """A federation of one device, by hand."""
+    """A federation of one device, by hand. `local` is what its last round left."""
+
+    local: Local
 
     def __init__(self, settings: dict[str, Any], rounds: int) -> None:
         self.method: Method = make_method(settings)
         self.trainer: Trainer = open_trainer("onnxruntime", digits().bundle)
         self.course = Course(digits().bundle.model(), digits().seed, rounds, 1)
         self.device, self.data = next(iter(digits().devices.items()))
-        self.state, self.record, self.kept = self.method.start(self.course), None, None
+        self.state: Any = self.method.start(self.course)
+        self.record: Any = None
+        self.kept: Any = None
 
     def receive(self, round_: int) -> tuple[Task, Any]:
         a = Assignment(self.course, round_, self.device)
@@ -62,7 +66,7 @@ class Alone:
     def play(self, round_: int) -> Personal:
         """One round: the model that the device trained."""
         task, received = self.receive(round_)
-        local = self.method.local_round(task, self.kept, received)
+        local = self.local = self.method.local_round(task, self.kept, received)
         self.kept, a = local.kept, task.assignment
         sent = decode(encode(Payload(local.update.arrays, {**local.update.meta, "samples": task.samples})))
         update = self.method.read_update(a, self.state, self.record, sent)
@@ -87,12 +91,23 @@ AVERAGING: dict[str, dict[str, Any]] = {
     "lgfedavg": {"num_layers": 1, "global_rounds": 1},
     "linear_probing": {},
     "standalone": {},
+    "fedmask": {},
+    "fedmask-counts": {"name": "fedmask", "down": "count", "restart": "latent"},
+    "fedmask-own": {"name": "fedmask", "state": "client"},
+    "signed": {},
+    "fedcode": {"request_every": 1},
+    "perfedavg": {"batch": 4096},
 }
 
 
 @pytest.mark.parametrize("name", sorted(AVERAGING))
 def test_a_federation_of_one_device_is_local_training(name: str) -> None:
-    """After every round the device receives the very model that it trained; coded changes to their precision."""
+    """After every round the device receives the very model that it trained; coded changes to their precision.
+
+    - FedMask and Signed: an element that one device holds is not averaged; it stays as the device has it.
+    - FedCode: the model is the clustered one, whose clusters travel in each update. k-means finds its values again.
+    - Per-FedAvg: the model is that after the personal step. On all samples at once it is the same in every round.
+    """
     alone = Alone({"name": name, **AVERAGING[name]}, rounds=4)
     tolerance = (
         partial(np.allclose, rtol=1e-5, atol=1e-6) if name != "fedavg-coded" else partial(np.allclose, atol=1e-3)
@@ -104,6 +119,35 @@ def test_a_federation_of_one_device_is_local_training(name: str) -> None:
         received = alone.personal(round_ + 1)
         assert tolerance(received.parameters, trained.parameters)
         assert tolerance(received.buffers, trained.buffers)
+
+
+@pytest.mark.parametrize("variant", ["fo", "hf"])
+def test_per_fedavg_of_one_device_goes_on_from_the_meta_model_that_it_sent(variant: str) -> None:
+    """The server has the model after the meta-steps, bit for bit; the personal step leaves no trace in it."""
+    alone = Alone({"name": "perfedavg", "variant": variant}, rounds=3)
+    for round_ in range(1, 4):
+        trained = alone.play(round_)
+        sent = alone.local.update.arrays["parameters"]
+        assert np.array_equal(alone.receive(round_ + 1)[1].parameters, sent)
+        assert not np.array_equal(trained.parameters, sent)
+
+
+@pytest.mark.parametrize("keep", [0.02, 1.0])
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_what_one_device_of_stc_receives_and_its_residual_are_its_local_training(keep: float, per_tensor: bool) -> None:
+    """The server drops nothing, since the ternary form of a ternary change is that change.
+
+    So the next model plus the device's new residual is what it trained plus its old one. With keep = 1 there is a
+    residual too: all entries get one magnitude.
+    """
+    alone, residual = Alone({"name": "stc", "keep": keep, "per_tensor": per_tensor}, rounds=4), np.float32(0)
+    for round_ in range(1, 5):
+        trained = alone.play(round_).parameters
+        received = alone.personal(round_ + 1).parameters
+        assert not alone.state.residual.any()
+        assert np.allclose(received + alone.kept.residual, trained + residual, rtol=1e-5, atol=1e-6)
+        assert alone.kept.residual.any()
+        residual = alone.kept.residual
 
 
 PRUNING: dict[str, dict[str, Any]] = {

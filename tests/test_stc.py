@@ -15,7 +15,7 @@ from rounds import M, Rounds, size
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods.local_sgd import Weights
-from edge_client.methods.stc import MODEL, STC, UPDATE, UPDATES, checksum, contexts, read_whole, whole
+from edge_client.methods.stc import MODEL, STC, UPDATE, UPDATES, Update, checksum, contexts, read_whole, whole
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 
@@ -30,7 +30,8 @@ def reference(values: np.ndarray, share: float) -> np.ndarray:
 
 
 def test_a_round_is_the_papers_algorithm() -> None:
-    fleet = Rounds(STC(keep=0.1, epochs=1))
+    counts = {"a": 30, "b": 90}
+    fleet = Rounds(STC(keep=0.1, epochs=1), samples=counts)
     w, server = fleet.course.model.parameters.copy(), np.zeros(M.d)
     residual = {d: np.zeros(M.d) for d in "ab"}
     for _ in range(3):
@@ -41,7 +42,7 @@ def test_a_round_is_the_papers_algorithm() -> None:
             sent.append(reference(due, 0.1))
             residual[d] = due - sent[-1]
             assert np.abs(fleet.kept[d].residual - residual[d]).max() < 1e-5
-        due = server + (sent[0] + sent[1]) / 2  # the devices have as many samples
+        due = server + np.average(sent, axis=0, weights=list(counts.values()))  # weighted, where the paper's is plain
         step = reference(due, 0.1)
         server, w = due - step, w + step
         assert np.abs(fleet.state.model.parameters - w).max() < 1e-5
@@ -110,6 +111,17 @@ def test_statistics_travel_as_halves_and_both_sides_hold_the_same() -> None:
     assert after.buffers - held.buffers == pytest.approx([0.1, -2, 65504, 0], rel=1e-3)
     back = read_whole(fleet.course.model, whole(fleet.course.model, after))
     assert checksum(back) == checksum(after)
+
+
+def test_statistics_move_by_the_mean_of_the_changes_weighted_by_samples() -> None:
+    m = M.model_copy(update={"buffers": (Tensor(name="n", shape=(2,), offset=0, init=Init(kind="constant", scale=1)),)})
+    fleet, total = Rounds(STC(keep=0.1), m), None
+    still = sparse.ternary(np.zeros(m.d, np.float32), 0.1, (m.d,))
+    for device, change, samples in (("a", [1, -2], 10), ("b", [5, 2], 30)):
+        update = Update(still, np.array(change, np.float32), samples)
+        total, _ = fleet.method.fold(Assignment(fleet.course, 1, device), fleet.state, total, update, None)
+    after, _ = fleet.method.finish(fleet.course, 1, ["a", "b"], fleet.state, total)
+    assert after.model.buffers.tolist() == [1 + (10 * 1 + 30 * 5) / 40, 1 + (10 * -2 + 30 * 2) / 40]
 
 
 def test_stc_learns() -> None:
