@@ -4,7 +4,7 @@ The model is ``w0 + step / K / 2**MIDDLE * N``: the bundle's weights w0, an inte
 step for each tensor, the federation's cohort K.
 
 - **Steps** follow from the median of the first cohort's `rms` (`lattice_grid.steps`) and stay. In that round each
-  device's moves are in steps of its own, from its own `rms` and FIRST * `quantum`. Until a round
+  device's moves are in steps of its own, from its own `rms` and FIRST * the quantum. Until a round
   counts an update, each is played like the first.
 - **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one more doubles the step. N keeps its
   unit, so nothing is rounded, and late devices need not know when the level changed.
@@ -192,7 +192,7 @@ class Lattice(Settings):
 
     def own_steps(self, a: Assignment, part: Part, rms: F32) -> F32:
         """The steps of the first round, from the device's own figures."""
-        return steps(part, rms, FIRST * self.quantum, a.course.cohort)
+        return steps(part, rms, FIRST * self.first_quantum(a.course), a.course.cohort)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
@@ -222,7 +222,7 @@ class Lattice(Settings):
         reports, weight, each = len(total.samples), math.fsum(total.samples), state.steps
         if not state.reports:
             middle = np.median(np.stack(total.rms).astype(np.float64), axis=0).astype(np.float32)
-            each = steps(net.part, middle, self.quantum, course.cohort)
+            each = steps(net.part, middle, self.first_quantum(course), course.cohort)
             moved = total.moves * (course.cohort / weight) / spread(net.part, each)
         else:
             moved = total.moves * (course.cohort * state.samples / weight)
@@ -274,7 +274,7 @@ class Lattice(Settings):
             each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
             apart = lattice_levels.apart(state)
             need = (course.rounds - round_ + apart) * each / max(each, self.allowed(course, apart) - state.spent)
-            state = lattice_levels.raised(state, need, course.rounds, self.top) if need > 1 else state
+            state = lattice_levels.raised(state, need, course.rounds, self.top(course)) if need > 1 else state
         if state.bad >= BAD_ROUNDS and state.level > 0:
             state = replace(state, level=state.level - 1, bad=0)
         return state
