@@ -286,8 +286,9 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         return Manifest.model_validate_json(data)
     except ValidationError as error:
-        fault = first_fault(error, "manifest")
-        raise BundleError(f"the manifest is malformed at {fault}; export the bundle again") from None
+        fault = first_fault(error, "manifest", Manifest.model_fields)
+        other = "install the version of maskfleet that wrote it, or " if fault.startswith("format ") else ""
+        raise BundleError(f"the manifest is malformed at {fault}; {other}export the bundle again") from None
 
 
 def digest(data: bytes) -> str:

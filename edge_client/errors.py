@@ -121,6 +121,7 @@ class ServerError(MaskfleetError):
 
 _SHOWN = Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100  # characters of a value in a sentence
+_SHOWN.maxlevel = 1  # of tables in a list it is enough that there are some
 
 
 class Faults(Protocol):

@@ -103,6 +103,21 @@ def test_malformed_manifests_raise_a_bundle_error(data: bytes) -> None:
         parse_manifest(data)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 99}, "format = 99.*install the version of maskfleet that wrote it, or export the bundle again"),
+        ({"parameterz": [{"name": "a"}, {"name": "b"}]}, r"parameterz = \[\{...\}, \{...\}\]: .*mean 'parameters'"),
+    ],
+)
+def test_a_manifest_of_another_version_and_a_misspelt_field_are_named(change: dict[str, Any], words: str) -> None:
+    m = small_manifest().model_dump(mode="json")
+    if "parameterz" in change:
+        del m["parameters"]
+    with pytest.raises(BundleError, match=words):
+        parse_manifest(json.dumps(m | change).encode())
+
+
 def hostile(**changed: Any) -> bytes:
     """A manifest of one tensor, which no constructor would make."""
     tensor = {"name": "a", "shape": [2], "offset": 0, "init": {"kind": "constant", "scale": 0.0}}
