@@ -121,7 +121,6 @@ class ServerError(MaskfleetError):
 
 _SHOWN = Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100  # characters of a value in a sentence
-_SHOWN.maxlevel = 1  # of tables in a list it is enough that there are some
 
 
 class Faults(Protocol):
@@ -148,7 +147,9 @@ def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()
     unknown = [e for e in faults if e["type"] == "extra_forbidden"] if faults[0]["type"] == "missing" else []
     first = (unknown or faults)[0]
     where = ".".join(str(p) for p in first["loc"]) or whole
-    value = "" if secret or first["type"] in ("missing", "json_invalid") else f" = {_SHOWN.repr(first['input'])}"
+    unseen = secret or first["type"] in ("missing", "json_invalid")
+    table = first["type"] == "extra_forbidden" and isinstance(first["input"], list | dict)  # its name says enough
+    value = "" if unseen or table else f" = {_SHOWN.repr(first['input'])}"
     why = first["msg"]
     if first["type"] == "extra_forbidden":
         why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")

@@ -110,19 +110,20 @@ class Terminal:
         from rich.markup import escape
         from rich.progress_bar import ProgressBar
         from rich.table import Table
+        from rich.text import Text
 
-        text = escape(shown(event.text))
+        text = shown(event.text)
         if event.progress is not None:
             line = Table.grid(padding=(0, 1))
-            line.add_row(text, ProgressBar(event.progress.steps, event.progress.step, width=24))
+            line.add_row(Text(text), ProgressBar(event.progress.steps, event.progress.step, width=24))
             self._status.update(line)
         elif event.kind in ("asking", "wait", "training"):
             end = None if event.seconds is None else time.localtime(time.time() + event.seconds)
-            self._status.update(text if end is None else f"{text} ({time.strftime('%H:%M:%S', end)})")
+            self._status.update(Text(text if end is None else f"{text} ({time.strftime('%H:%M:%S', end)})"))
         else:
             colours = {"sent": "green", "done": "bold green", "dropped": "yellow", "failed": "red"}
             colour = colours.get(event.kind, "none")
-            self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] [{colour}]{text}[/]")
+            self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] [{colour}]{escape(text)}[/]")
 
     def close(self) -> None:
         """Remove the live line."""

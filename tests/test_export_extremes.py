@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from edge_bench.export_cases import rows  # noqa: E402
 from edge_export import draws, onnx_operators, proof, rounding  # noqa: E402
 from edge_export.rounding import Rounding  # noqa: E402
+from edge_export.witness import Step  # noqa: E402
 from edge_export.writer import Graphs, proved_graphs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.func import functional_call  # noqa: E402
@@ -212,3 +213,36 @@ def test_what_is_endless_at_zero_behind_a_relu_has_pytorchs_gradient_of_zero(
 ) -> None:
     case = rows(function)
     assert _proved(case.make(), *case.sample).shown.gradient <= 1e-5
+
+
+class _Noisy:
+    """A witness whose rounding moves the gradient, by a hundredth, in one draw in ten."""
+
+    def __init__(self, moves: bool) -> None:
+        self.draws, self.moves, self.true = 0, moves, {"loss": torch.ones(()), "grad:w": torch.ones(3)}
+
+    def step(self, step: Step, wide: bool = False, rounding: Rounding | None = None) -> dict[str, Tensor]:
+        self.draws += rounding is not None
+        flipped = rounding is not None and self.moves and self.draws == 10
+        return {"loss": self.true["loss"].double(), "grad:w": self.true["grad:w"].double() * (1.01 if flipped else 1)}
+
+
+class _Off:
+    """Graphs whose gradient is off by a hundredth."""
+
+    def step(self, step: Step) -> dict[str, Any]:
+        return {"loss": np.ones((), np.float32), "grad:w": np.full(3, 1.01, np.float32)}
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_noise_that_one_draw_in_ten_shows_excuses_an_error_and_without_it_the_graph_is_refused(moves: bool) -> None:
+    witness: Any = _Noisy(moves)
+    graphs: Any = _Off()
+    step = Step({"w": torch.ones(3)}, {}, torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))
+    if moves:
+        proof._extreme(witness, graphs, step, witness.true, "large")
+        assert witness.draws == 10
+        return
+    with pytest.raises(ModelError, match="the gradient of 'w' differently"):
+        proof._extreme(witness, graphs, step, witness.true, "large")
+    assert witness.draws == proof.NUDGES

@@ -284,17 +284,16 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
 @pytest.mark.parametrize(("quantum", "top"), [(0.25, 5), (2.5, 2), (4.9, 1), (5.0, 1), (5.1, 0), (10.0, 0), (40.0, 0)])
 def test_the_budget_asks_for_no_steps_beyond_a_quantum_of_ten(quantum: float, top: int) -> None:
     fleet = Fleet(Lattice(quantum=quantum), THREE)
-    assert fleet.method.top(fleet.course) == MIDDLE + top
-    assert raised(fleet.state, 1e9, 14, fleet.method.top(fleet.course)).level == MIDDLE + min(top, 3)
+    assert fleet.method.top == MIDDLE + top
+    assert raised(fleet.state, 1e9, 14, fleet.method.top).level == MIDDLE + min(top, 3)
     coarse = replace(fleet.state, level=MIDDLE + top + 1)
-    assert raised(coarse, 1e9, 14, fleet.method.top(fleet.course)) == coarse
+    assert raised(coarse, 1e9, 14, fleet.method.top) == coarse
 
 
 @pytest.mark.parametrize(("rounds", "due"), [(1, 0.25), (2, 0.4), (3, 0.9), (4, 1.6), (5, 2.5), (60, 2.5)])
 def test_a_run_of_few_rounds_begins_with_finer_steps(rounds: int, due: float) -> None:
     fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE, rounds=rounds)
     assert fleet.method.first_quantum(fleet.course) == pytest.approx(due)
-    assert fleet.method.top(fleet.course) == MIDDLE + int(np.log2(10 / due))
     like = Fleet(Lattice(epochs=1, lr=0.1, quantum=due), THREE)
     for each in (fleet, like):
         each.play(*"abc")

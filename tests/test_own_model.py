@@ -147,9 +147,15 @@ def test_no_seed_is_advised_where_no_rule_draws_a_tensor() -> None:
     torch = pytest.importorskip("torch")
     from edge_export.factories import drawn
 
-    said = drawn(lambda: torch.nn.GRU(3, 4), torch.nn.GRU(3, 4), "he")
-    assert "no rule draws weight_ih_l0 from a seed" in said
-    assert "--seed" not in said
+    def normed() -> Any:
+        net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        net[1].running_mean.copy_(torch.arange(2))
+        return net
+
+    for build, tensor in ((lambda: torch.nn.GRU(3, 4), "weight_ih_l0"), (normed, "1.running_mean")):
+        said = drawn(build, build(), "he")
+        assert f"no rule draws {tensor} from a seed" in said
+        assert "--seed" not in said
 
 
 @pytest.mark.parametrize("seeds", ["torch.manual_seed(0)", "manual_seed(0)", "torch.random.manual_seed(0)"])

@@ -224,5 +224,7 @@ def test_a_change_that_makes_a_value_infinite_is_refused() -> None:
 def test_papers_count_the_values_of_top_k_without_their_places() -> None:
     large = course(M).model
     assert made("fedavg", up="topk:0.1").paper_bytes(large) == (4 * round(0.1 * M.d),) * 2
+    parts = 4 * sum(max(1, round(0.1 * t.size)) for t in M.parameters)
+    assert made("fedavg", up="topk:0.1", per_tensor=True).paper_bytes(large) == (parts, parts)
     assert made("fedavg", up="topk").paper_bytes(large) == (4 * round(0.01 * M.d),) * 2
     assert made("fedavg", up="eden:1").paper_bytes(large) is None

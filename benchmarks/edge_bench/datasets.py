@@ -109,13 +109,14 @@ def divide(config: DataConfig, seed: int, found: Samples | None = None) -> tuple
                 f'`samples` and `labels` do not go with devices by maker; set split = "iid" for {config.name}'
             )
         return _by_maker(config, s, s.owner, seed)
+    chosen = "" if config.labels is None else " of these labels"
     if config.samples is not None and config.samples > len(s.y):
-        raise ConfigError(f"samples = {config.samples}, but {config.called} has {len(s.y)}; lower it, or leave it out")
+        raise ConfigError(f"samples = {config.samples}, but {config.called} has {len(s.y)}{chosen}; lower it")
+    if config.split == "classes" and config.classes > (there := len(np.unique(_classes(config, s)))):
+        raise ConfigError(f"classes = {config.classes}, but {config.called} has {there}{chosen}; lower it")
     rows = np.sort(counter.permutation(counter.key(seed, "samples"), len(s.y))[: config.samples])
     s = _chosen(s, rows)
     count = config.devices or 10
-    if config.split == "classes" and config.classes > (there := len(np.unique(_classes(config, s)))):
-        raise ConfigError(f"classes = {config.classes}, but {config.called} has {there}; lower it")
     if config.per_class is not None:
         if len(np.unique(s.unit)) < len(s.y):
             raise ConfigError(f"{config.called} has groups, and `per_class` draws single samples; leave it out")
@@ -230,7 +231,7 @@ def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | 
 
 
 def _sides(config: DataConfig, share: Share, unit: NDArray[np.int64], seed: int, what: str) -> tuple[Rows, Rows, Rows]:
-    """The rows that a device trains, validates and is scored on. Raises DataError with fewer than 2 to train on."""
+    """The rows that a device trains, validates and is scored on. Raises DataError with too few to train on."""
     trained, validated, reported = share.train, share.train[:0], share.validation
     if config.evaluate == "test":
         reported = share.test
@@ -238,9 +239,9 @@ def _sides(config: DataConfig, share: Share, unit: NDArray[np.int64], seed: int,
             validated = share.validation
         else:
             trained = np.sort(np.concatenate([share.train, share.validation]))
-    if len(trained) < 2:  # as a device's own file is refused
+    if len(trained) < (2 if config.evaluate == "test" else 1):  # `join` refuses a file with one, and none is useless
         held = "1 sample" if len(trained) else "no samples"
-        raise DataError(f"{what} has {held} to train on, and training needs at least 2; leave it out of the data")
+        raise DataError(f"{what} has {held} to train on, and training needs at least 2; give it more, or leave it out")
     if config.validation:
         stay, gone = split(unit[trained], seed, "validation", config.validation, must=False)
         trained, validated = trained[stay], np.sort(np.concatenate([validated, trained[gone]]))

@@ -156,7 +156,8 @@ class FedAvg(LocalSgd):
         name, _, fraction = self.up.partition(":")
         if name != "topk":
             return None
-        size = 4 * sparse.kept(model.manifest.d, float(fraction or 0.01))  # the codec's own default
+        share, ends = float(fraction or 0.01), tensor_ends(model.manifest, self.per_tensor)  # 0.01: the codec's default
+        size = 4 * sum(sparse.kept(int(n), share) for n in np.diff(ends, prepend=0))
         return size, size
 
     def update_limit(self, model: Model) -> int:

@@ -4,8 +4,8 @@ The model is ``w0 + step / K / 2**MIDDLE * N``: the bundle's weights w0, an inte
 step for each tensor, the federation's cohort K.
 
 - **Steps** follow from the median of the first cohort's `rms` (`lattice_grid.steps`) and stay. In that round each
-  device's moves are in steps of its own, from its own `rms` and FIRST * the quantum. Until a round
-  counts an update, each is played like the first.
+  device's moves are in steps of its own, from its own `rms` and FIRST * the quantum. Until a round counts an update,
+  each is played like the first.
 - **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one more doubles the step. N keeps its
   unit, so nothing is rounded, and late devices need not know when the level changed.
 - **Up.** A device sends ``m = floor(a + u)`` with its dither u and
@@ -87,6 +87,7 @@ class Lattice(Settings):
 
     name: ClassVar[str] = "lattice"
     revision: ClassVar[int] = 7  # moves of devices with very many samples are coarser; no level above TOP
+    # Within 7 runs of fewer than FEW_ROUNDS rounds changed too; no stored run is that short.
     rival: ClassVar[str] = "fedavg"
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),
@@ -274,7 +275,7 @@ class Lattice(Settings):
             each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
             apart = lattice_levels.apart(state)
             need = (course.rounds - round_ + apart) * each / max(each, self.allowed(course, apart) - state.spent)
-            state = lattice_levels.raised(state, need, course.rounds, self.top(course)) if need > 1 else state
+            state = lattice_levels.raised(state, need, course.rounds, self.top) if need > 1 else state
         if state.bad >= BAD_ROUNDS and state.level > 0:
             state = replace(state, level=state.level - 1, bad=0)
         return state

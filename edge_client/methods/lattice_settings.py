@@ -23,7 +23,7 @@ PRUNED_EPOCHS = 2  # times `epochs`: the rate of the smaller network falls, so t
 OF_PRUNING = ("prune_after", "prune_keep", "prune_epochs", "prune_lr")
 TOP = 10.0  # the quantum up to which the budget makes steps coarser; beyond it scores can fall by tens of points
 QUANTUM = 0.25  # the least: with much finer ones updates exceed `update_limit`, and moves 16 bits
-SHORT = 5  # rounds: a shorter run has finer steps, since what the rounding leaves over has no round to follow in
+FEW_ROUNDS = 5  # a shorter run has finer steps, since what the rounding leaves over has no round to follow in
 LEAST = 6144.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
 
 
@@ -31,7 +31,8 @@ class Settings(LocalSgd):
     """How fine the grid is, how devices train, what is pruned."""
 
     quantum: Annotated[float, Field(ge=QUANTUM, le=10_000)] = 2.5
-    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty."""
+    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty. In a run of fewer than
+    five rounds times (rounds / 5)^2, at least 0.25."""
     cosine: bool = False
     """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
@@ -68,7 +69,7 @@ class Settings(LocalSgd):
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         whole = ("a larger prune",) if self.prune is not None else ()
         finer = ("a smaller quantum",) if self.quantum > QUANTUM else ()
-        binding = self.budget > 1 and self.quantum <= TOP / 2 and (model is None or self.share(model) > LEAST)
+        binding = self.budget > 1 and self.top > MIDDLE and (model is None or self.share(model) > LEAST)
         return ("lr", MORE_EPOCHS, *whole, *finer, *(("budget = 1, for more bytes",) if binding else ()))
 
     def unit(self, course: Course, each: F32) -> F32:
@@ -77,12 +78,13 @@ class Settings(LocalSgd):
         return (each.astype(np.float64) * share).astype(np.float32)
 
     def first_quantum(self, course: Course) -> float:
-        """The quantum that a run begins with: `quantum`, or a part of it in one of fewer than SHORT rounds."""
-        return max(QUANTUM, self.quantum * min(1.0, course.rounds / SHORT) ** 2)
+        """The quantum that a run begins with: `quantum`, or a part of it in one of fewer than FEW_ROUNDS rounds."""
+        return max(QUANTUM, self.quantum * min(1.0, course.rounds / FEW_ROUNDS) ** 2)
 
-    def top(self, course: Course) -> int:
-        """The highest level of moves that the budget asks for."""
-        return MIDDLE + max(0, math.floor(math.log2(TOP / self.first_quantum(course))))
+    @property
+    def top(self) -> int:
+        """The highest level of moves that the budget asks for. Not by `rounds`, which an operator may change."""
+        return MIDDLE + max(0, math.floor(math.log2(TOP / self.quantum)))
 
     def window(self, course: Course) -> int:
         """The number of rounds whose mean is the final model."""

@@ -127,6 +127,7 @@ def drawn(build: Callable[[], Any], module: torch.nn.Module, init: InitScheme) -
             f"the weights of {', '.join(layers)} are {count}; "
             'for a new head, set head = "probe" where coupled, deltamask or fedpm is the method'
         )
-    if missing := unseeded(module, init, dict(module.named_parameters())):
-        return f"the weights are {count}; no rule draws {missing[0]} from a seed, so the bundle carries them"
+    statistics = (name for name, _ in module.named_buffers() if name.endswith(("running_mean", "running_var")))
+    if missing := unseeded(module, init, [*dict(module.named_parameters()), *statistics]):
+        return f"the weights are {count}; no rule draws {missing[0]} from a seed, so the bundle carries all weights"
     return f"the weights are {count}; if they are random, pass --seed 1 (in a simulation's [export]: seed = 1)"

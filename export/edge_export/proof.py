@@ -43,7 +43,7 @@ FACTOR = 4.0  # how much worse than PyTorch's own float32 a graph may be
 MOST = 0.1  # an error that no rounding excuses
 EXTREMES = {"large": (LARGE, 300.0, 10.0), "zero": (0.0,)}  # less where some tensor is not proved
 EXTREME = 2  # samples of an extreme batch: the mean of two equal ones is exact
-NUDGES = 32  # draws of an extreme step's noise: of 59 right ResNet-20 three needed 7 to 14, most none
+NUDGES = 32  # draws of an extreme step's noise at most; in 59 exports of a correct ResNet-20 three needed 7 to 14
 LOOSE = 1e-3  # TOLERANCE of an extreme batch, in which sums of large terms cancel
 ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a norm, and measured against the largest
 
