@@ -24,6 +24,7 @@ from edge_kernels import counter
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError
+from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.methods import make_method
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.fedavg import FedAvg
@@ -170,7 +171,12 @@ def test_a_damaged_bundle_ends_the_command_with_its_own_exit_code(tmp_path: Path
     file.write_text(
         f'bundle = "{copy}"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\n[methods.fedavg]\n'
     )
-    with pytest.raises(BundleError, match=r"train\.onnx"):
+    with pytest.raises(BundleError, match=r"train\.onnx") as ended:
+        simulate_cli.simulate(file)
+    assert exit_code(ended.value) == ExitCode.MALFORMED
+    with file.open("a") as more:
+        more.write('[methods.coupled]\nlayers = ["8"]\n')
+    with pytest.raises(ConfigError, match=r"(?s)train\.onnx.*layers"):
         simulate_cli.simulate(file)
 
 

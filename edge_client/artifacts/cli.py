@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.text import Text
 
 from edge_client import card
 from edge_client.artifacts import Limits, make
@@ -49,7 +50,7 @@ def artifact(
             samples,
             Limits(agreement, error),
             _cache() if cache is None else cache,
-            lambda line: status.update(f"{kind}: {line}"),
+            lambda line: status.update(Text(f"{kind}: {line}")),
         )
     same = "" if proof.agreement is None else f"the same label for {proof.agreement:.1%}, "
     typer.echo(
