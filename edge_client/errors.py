@@ -148,8 +148,8 @@ def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()
     first = (unknown or faults)[0]
     where = ".".join(str(p) for p in first["loc"]) or whole
     unseen = secret or first["type"] in ("missing", "json_invalid")
-    table = first["type"] == "extra_forbidden" and isinstance(first["input"], list | dict)  # its name says enough
-    value = "" if unseen or table else f" = {_SHOWN.repr(first['input'])}"
+    tables = isinstance(first["input"], list) and any(isinstance(item, dict) for item in first["input"])
+    value = "" if unseen or tables else f" = {_SHOWN.repr(first['input'])}"  # tables fill a screen
     why = first["msg"]
     if first["type"] == "extra_forbidden":
         why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")

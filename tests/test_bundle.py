@@ -150,7 +150,7 @@ def test_the_rows_of_a_table_are_counted() -> None:
     row = {"name": "a", "shape": [1], "offset": 0, "init": {"kind": "constant", "scale": 0.0}}
     rows = [{**row, "name": str(i), "offset": i} for i in range(MAX_TENSORS + 1)]
     assert parse_manifest(hostile(parameters=rows[:-1])).d == MAX_TENSORS
-    with pytest.raises(BundleError, match=r"parameters .*at most 100000 items"):
+    with pytest.raises(BundleError, match=r"parameters: .*at most 100000 items"):
         parse_manifest(hostile(parameters=rows))
 
 
