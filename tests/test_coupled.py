@@ -245,6 +245,7 @@ def test_a_device_whose_counts_differ_detects_it(references: int) -> None:
     kept = fleet.kept["a"]
     posterior = replace(kept.held.posterior, ones=np.uint32(3) - kept.held.posterior.ones)
     wiped(fleet, "a", replace(kept, held=replace(kept.held, posterior=posterior)))
+    assert agrees(fleet, "a")
 
 
 def test_a_loss_keeps_the_devices_own_statistics_and_moments() -> None:

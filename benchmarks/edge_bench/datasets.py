@@ -231,7 +231,7 @@ def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | 
 
 
 def _sides(config: DataConfig, share: Share, unit: NDArray[np.int64], seed: int, what: str) -> tuple[Rows, Rows, Rows]:
-    """The rows that a device trains, validates and is scored on. Raises DataError with too few to train on."""
+    """The rows a device trains on, validates on and is scored on. Raises DataError with too few to train on."""
     trained, validated, reported = share.train, share.train[:0], share.validation
     if config.evaluate == "test":
         reported = share.test
@@ -239,7 +239,7 @@ def _sides(config: DataConfig, share: Share, unit: NDArray[np.int64], seed: int,
             validated = share.validation
         else:
             trained = np.sort(np.concatenate([share.train, share.validation]))
-    if len(trained) < (2 if config.evaluate == "test" else 1):  # `join` refuses a file with one, and none is useless
+    if len(trained) < (2 if config.evaluate == "test" else 1):  # a file with one training sample cannot `join`
         held = "1 sample" if len(trained) else "no samples"
         raise DataError(f"{what} has {held} to train on, and training needs at least 2; give it more, or leave it out")
     if config.validation:
