@@ -152,7 +152,8 @@ def test_a_bad_federation_is_refused_with_what_to_do(
 
 def test_a_federation_stores_and_sends_every_setting_of_its_method(tmp_path: Path) -> None:
     complete = {"name": "fedavg", "epochs": 3, "batch": 32, "lr": None, "momentum": 0.9, "up": "float32",
-                "down": "float32", "per_tensor": False, "feedback": False, "average": 0.0}  # fmt: skip
+                "down": "float32", "per_tensor": False, "feedback": False, "average": 0.0,
+                "server_momentum": 0.0}  # fmt: skip
 
     async def create(fleet: Fleet) -> None:
         await fleet.federation(method={"name": "fedavg", "epochs": 3})

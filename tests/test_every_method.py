@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eden": {"name": "fedavg", "up": "eden:0.5", "down": "float16"},
     "drive-plus-per-tensor": {"name": "fedavg", "up": "drive+", "per_tensor": True},
     "fedavg-mean": {"name": "fedavg", "average": 0.7},
+    "fedavg-momentum": {"name": "fedavg", "average": 0.7, "server_momentum": 0.9},
     "fedmap-dr-c1": {"name": "fedmap", "every": 2, "dr": {**DR, "later": "fedavg"}},
     "fedmap-dr-c2-c3": {"name": "fedmap", "every": 1, "weights": "samples", "dr": {**DR, "later_alpha": 1.75}},
     "fedmap-dr-eden": {"name": "fedmap", "every": 1, "up": "eden:1", "dr": DR},

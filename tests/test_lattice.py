@@ -50,7 +50,7 @@ def test_two_devices_by_hand() -> None:
     """One weight vector of two tensors; every number follows from the docstring."""
     trainer = Pull(M, np.zeros((3, D), np.float32))
     trainer.directions[0, 0], trainer.directions[1, 1] = -2.0, 4.0
-    method = Lattice(epochs=1, quantum=0.5, lr=1.0, momentum=0.0)
+    method = Lattice(epochs=1, quantum=0.5, lr=1.0, momentum=0.0, server_momentum=0.0)
     fleet = Fleet(method, {"a": samples(0, 8), "b": samples(1, 24)}, cohort=2, trainer=trainer)
     fleet.play("a", "b")
     # Round 1: "a" moves weight 0 by 2, "b" weight 1 by -4. The first tensor has 30 of the 53 parameters.
@@ -82,7 +82,9 @@ def test_the_model_is_the_weighted_mean_in_expectation_also_when_devices_do_not_
     data = {"a": samples(0, 4), "b": samples(1, 8), "c": samples(2, 12)}
     trainer, runs, total = pull(), 150, np.zeros(D)
     for seed in range(runs):
-        fleet = Fleet(Lattice(epochs=1, quantum=2, lr=0.1), data, seed=seed, cohort=cohort, trainer=trainer)
+        fleet = Fleet(
+            Lattice(epochs=1, quantum=2, lr=0.1, server_momentum=0.0), data, seed=seed, cohort=cohort, trainer=trainer
+        )
         fleet.play(*"abc")
         fleet.play(*"abc")
         total += fleet.due()
@@ -103,7 +105,8 @@ def test_a_round_of_large_or_of_small_devices_is_their_weighted_mean_and_no_more
     data = {"a": samples(0, 4), "b": samples(1, 4), "c": samples(2, large)}
     trainer, runs, total = pull(), 150, np.zeros(D)
     for seed in range(runs):
-        fleet = Fleet(Lattice(epochs=1, quantum=2, lr=0.1, batch=512), data, seed=seed, trainer=trainer)
+        method = Lattice(epochs=1, quantum=2, lr=0.1, batch=512, server_momentum=0.0)
+        fleet = Fleet(method, data, seed=seed, trainer=trainer)
         fleet.play(*first)
         before = fleet.due()
         fleet.play(*cohort)
@@ -265,7 +268,8 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def played(budget: float, average: float = 0.0) -> list[int]:
-        fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=budget, average=average), THREE, rounds=14)
+        method = Lattice(epochs=1, quantum=0.25, lr=0.1, budget=budget, average=average, server_momentum=0.0)
+        fleet = Fleet(method, THREE, rounds=14)
         for _ in range(14):
             fleet.play(*"abc")
         if budget < 10:  # beyond, steps would be coarser than the budget may make them
@@ -514,7 +518,7 @@ def test_a_federation_whose_first_rounds_were_left_out_begins_with_the_next() ->
 
 @pytest.mark.parametrize("coarser", [0, 2])
 def test_what_the_server_does_not_apply_stays_in_the_residual(coarser: int) -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, coarser=coarser), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, coarser=coarser, server_momentum=0.0), THREE)
     fleet.play(*"abc")
     cell = 2 ** (MIDDLE + coarser)
     assert fleet.state.cell == MIDDLE + coarser
@@ -527,24 +531,45 @@ def test_what_the_server_does_not_apply_stays_in_the_residual(coarser: int) -> N
     assert np.abs(fleet.state.residual).max() <= 0.7 * cell + 1e-2
 
 
+@pytest.mark.parametrize("most", [0.0, 0.5, 0.9])
+def test_the_server_moves_further_where_rounds_agree(most: float) -> None:
+    """N and the residual together move by the sum of moves and b times the velocity, b the cosine of the two."""
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, server_momentum=most), THREE)
+    fleet.play(*"abc")
+    due = fleet.state.counts + fleet.state.residual.astype(np.float64)
+    assert np.allclose(fleet.state.velocity, due, rtol=1e-5)  # no round came before
+    velocity, found = due, []
+    for _ in range(3):
+        fleet.play(*"abc")
+        moves = sum(_moves(fleet, d, place) for place, d in enumerate("abc")) * 2.0**MIDDLE
+        cosine = moves @ velocity / np.sqrt((moves @ moves) * (velocity @ velocity))
+        found.append(min(most, max(0.0, cosine)))
+        velocity = found[-1] * velocity + moves
+        due = due + moves + found[-1] * velocity
+        assert np.allclose(fleet.state.velocity, velocity, rtol=1e-5, atol=1e-2)
+        assert np.allclose(fleet.state.counts + fleet.state.residual, due, rtol=1e-5, atol=1e-2)
+    assert min(found) >= min(most, 0.5)  # the same gradients every round
+
+
 def test_whole_sums_of_moves_leave_nothing_when_the_cell_is_the_level() -> None:
-    state = replace(Fleet(Lattice(), THREE).state, residual=np.zeros(5, np.float32))
+    state = replace(Fleet(Lattice(), THREE).state, residual=np.zeros(5, np.float32), velocity=np.zeros(5, np.float32))
     sums = np.array([-3.0, -1.0, 0.0, 1.0, 700.0])
-    change, left = method_module.applied(state, sums)
+    change, left, _ = method_module.applied(state, sums, 0.0)
     assert np.array_equal(change, sums * 2**MIDDLE)
     assert not left.any()
-    change, left = method_module.applied(replace(state, coarser=1), sums)
+    change, left, _ = method_module.applied(replace(state, coarser=1), sums, 0.0)
     assert change.tolist() == [-512, 0, 0, 0, 512 * 350]
     assert left.tolist() == [-256, -256, 0, 256, 0]
-    _, left = method_module.applied(replace(state, coarser=1, residual=left), np.array([-1.0, 1.0, 0.0, 1.0, 0.0]))
+    state = replace(state, coarser=1, residual=left)
+    _, left, _ = method_module.applied(state, np.array([-1.0, 1.0, 0.0, 1.0, 0.0]), 0.0)
     assert left.tolist() == [0, 0, 0, 0, 0]
 
 
 def test_a_sum_is_rounded_away_from_0_only_from_seven_tenths_of_a_cell() -> None:
     """From half a cell, as one rounds else, N would move to and fro with the noise of sums about half a cell."""
     left = np.array([0.5, 0.6, 0.69, 0.71, 1.69, 1.71, -0.5, -0.69, -0.71, -1.71]) * 2**MIDDLE
-    state = replace(Fleet(Lattice(), THREE).state, residual=left.astype(np.float32))
-    change, after = method_module.applied(state, np.zeros(10))
+    state = replace(Fleet(Lattice(), THREE).state, residual=left.astype(np.float32), velocity=np.zeros(10, np.float32))
+    change, after, _ = method_module.applied(state, np.zeros(10), 0.0)
     assert (change / 2**MIDDLE).tolist() == [0, 0, 0, 1, 1, 2, 0, 0, -1, -2]
     assert after == pytest.approx(left - change, abs=1e-4)
 
@@ -816,8 +841,9 @@ def test_an_honest_device_of_few_samples_is_not_limited_for_the_noise_of_few_mov
 
 
 def test_a_huge_sum_of_moves_stays_a_whole_number() -> None:
-    change, _ = method_module.applied(Fleet(Lattice(), THREE).state, np.full(D, 1e12))
+    change, *_ = method_module.applied(Fleet(Lattice(), THREE).state, np.full(D, 1e12), 0.3)
     assert (change > 0).all()
     assert (change < 2**31).all()
-    _, left = method_module.applied(Fleet(Lattice(), THREE).state, np.full(D, 1e60))
+    _, left, velocity = method_module.applied(Fleet(Lattice(), THREE).state, np.full(D, 1e60), 0.3)
     assert np.isfinite(left).all()
+    assert np.isfinite(velocity).all()

@@ -217,13 +217,39 @@ def test_the_mean_of_the_last_rounds_costs_no_bytes_and_changes_no_round() -> No
     assert not np.array_equal(last.receive("a").parameters, mean.receive("a").parameters)
 
 
-def test_a_method_whose_state_has_no_place_for_the_mean_refuses_it() -> None:
+@pytest.mark.parametrize("name", ["average", "server_momentum"])
+def test_a_method_whose_state_has_no_place_for_a_step_of_the_server_refuses_it(name: str) -> None:
     class Other(FedAvg):
         state_type = Weights  # type: ignore[assignment]
 
     Other()
-    with pytest.raises(ValidationError, match=r"average = 0\.5: method fedavg has a state of its own"):
-        Other(average=0.5)
+    with pytest.raises(ValidationError, match=rf"{name} = 0\.5: method fedavg has a state of its own"):
+        Other(**{name: 0.5})
+
+
+# --- FedAvg: momentum of the server
+
+
+def test_the_servers_momentum_is_the_cosine_of_a_change_with_those_before_it() -> None:
+    """v <- b v + mean - w, then w <- mean + b v; statistics are the mean. The server restarts after every round."""
+    m = M.model_copy(update={"buffers": (Tensor(name="s", shape=(5,), offset=0, init=Init(kind="constant", scale=0)),)})
+    run_, rng, made = course(m, 8), np.random.default_rng(0), FedAvg(server_momentum=0.4)
+    state, common, found = made.start(run_), rng.normal(size=m.d), []
+    w, v = state.parameters.astype(np.float64), np.zeros(m.d)
+    for share in (1.0, 1.0, 0.3, -1.0, 0.3, 0.0):
+        own = (w + share * common + rng.normal(size=m.d)).astype(np.float32), rng.normal(size=5).astype(np.float32)
+        total, _ = made.fold(assignment(m, "a", 1, 8), state, None, Update(*own, 7.0), None)
+        state = stored(made.finish(run_, 1, ["a"], state, total)[0])
+        change = own[0] - w
+        found.append(min(0.4, max(0.0, change @ v / (np.linalg.norm(change) * np.linalg.norm(v) or 1.0))))
+        v = found[-1] * v + change
+        w = own[0] + found[-1] * v
+        assert np.allclose(state.parameters, w, rtol=1e-4, atol=1e-4)
+        assert np.array_equal(state.buffers, own[1])
+    assert found[0] == 0
+    assert found[1] == 0.4
+    assert 0 < found[2] < 0.4
+    assert found[3] == 0
 
 
 # --- FedAvg: codecs

@@ -132,7 +132,7 @@ class FedDR(FedAvg):
         total[0].weight += state.weight
         now, _ = super().finish(course, round_, took_part, state, total)
         mean = total[0]
-        return Averaged(now.parameters, now.buffers, now.recent, mean.weight, total=mean.sum), {}
+        return Averaged(now.parameters, now.buffers, now.recent, now.velocity, mean.weight, total=mean.sum), {}
 
     def lost(self, record: Reflection) -> Reflection:
         """All of it: the reflection is still in the mean, and no downlink builds on it."""

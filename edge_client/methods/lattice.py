@@ -12,10 +12,11 @@ step for each tensor, the federation's cohort K.
   ``a = change / (step * 2**(level - MIDDLE)) * samples / mean samples``, in the first round ``a = change / own step``.
   It keeps nothing of the rounding. A device with 16 times the mean samples or more has a higher level
   (`extra_levels`).
-- **Server.** ``R += 2**level * (K * mean samples / samples of the round) * sum of m``. With
+- **Server.** ``M = 2**level * (K * mean samples / samples of the round) * sum of m``. The factor is 1 for K devices of
+  the mean samples. In the first round ``samples / mean samples * own step / step * m`` stands for m. By Nesterov's
+  momentum b ``V <- b * V + M`` and ``R += M + b * V``; b is how much M and V agree (`local_sgd.accelerated`). With
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
-  the state. The factor is 1 for K devices of the mean samples. In the first round
-  ``samples / mean samples * own step / step * m`` stands for m.
+  the state.
 - **Down.** How N changed since the one that the device holds (`lattice_down`). Statistics likewise
   (`lattice_statistics`).
 - **Budget.** `levelled` estimates what the rounds left need and asks `lattice_levels` for a coarser cell or level.
@@ -69,6 +70,7 @@ from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_train import train
 from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update
 from edge_client.methods.lattice_wire import MOST_MOVE, UpHead, packed, read_moves
+from edge_client.methods.local_sgd import accelerated
 from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8, vector
@@ -86,8 +88,7 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
-    revision: ClassVar[int] = 7  # moves of devices with very many samples are coarser; no level above TOP
-    # Within 7 runs of fewer than FEW_ROUNDS rounds changed too; no stored run is that short.
+    revision: ClassVar[int] = 8  # the server has a momentum
     rival: ClassVar[str] = "fedavg"
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),
@@ -116,6 +117,7 @@ class Lattice(Settings):
             history=History(none, none.astype(np.uint32), none.astype(np.int32), none),
             recent=statistics[None][:0],
             residual=np.zeros(part.size, np.float32),
+            velocity=np.zeros(part.size, np.float32),
             coarser=self.coarser,
         )
 
@@ -227,7 +229,7 @@ class Lattice(Settings):
             moved = total.moves * (course.cohort / weight) / spread(net.part, each)
         else:
             moved = total.moves * (course.cohort * state.samples / weight)
-        change, residual = applied(state, moved)
+        change, residual, velocity = applied(state, moved, self.server_momentum)
         top = MOST >> state.cell << state.cell
         counts = np.clip(state.counts + change, -top, top).astype(np.int32)
         history = state.history
@@ -259,6 +261,7 @@ class Lattice(Settings):
             away=state.away + total.away,
             again=state.again + total.again,
             residual=residual,
+            velocity=velocity,
             units=state.units,
         )
         if round_ < course.rounds:
@@ -342,8 +345,10 @@ class Lattice(Settings):
         return net.personal(parameters, buffers)
 
 
-def applied(state: State, moved: NDArray[np.float64]) -> tuple[NDArray[np.int64], F32]:
-    """How N changes by a sum of moves, int64[n] in whole cells, and what is left of it, float32[n]."""
-    left, cell = state.residual + np.ldexp(moved, state.level), 2.0**state.cell
+def applied(state: State, moved: NDArray[np.float64], momentum: float) -> tuple[NDArray[np.int64], F32, F32]:
+    """How N changes by a sum of moves, int64[n] in whole cells; what is left of it and the velocity, float32[n]."""
+    step, velocity = accelerated(np.ldexp(moved, state.level), state.velocity, momentum)
+    left, cell = state.residual + step, 2.0**state.cell
     change = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
-    return change.astype(np.int64), np.clip(left - change, -MOST, MOST).astype(np.float32)
+    kept = [np.clip(values, -MOST, MOST).astype(np.float32) for values in (left - change, velocity)]
+    return change.astype(np.int64), kept[0], kept[1]

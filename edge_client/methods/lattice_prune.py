@@ -60,6 +60,7 @@ def pruned(course: Course, state: State, unit: F32, prune: float, prune_keep: Ma
         recent=net.buffers(state.recent.T).T if own else state.recent,
         bad=0,
         residual=state.residual[net.live],
+        velocity=state.velocity[net.live],
         units=units,
     )
 

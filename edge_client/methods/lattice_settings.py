@@ -42,6 +42,8 @@ class Settings(LocalSgd):
     last delivery. Where a run would take more, cells and steps become coarser, up to a quantum of ten. 1: never."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
+    server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """The most that the server's momentum may be, by which N moves further where rounds agree; 0: none."""
     guard: bool = True
     """Halve the steps after two rounds in which the model was worse than the bundle's."""
     coarser: Annotated[int, Field(ge=0, le=4)] = 0

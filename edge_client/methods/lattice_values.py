@@ -24,12 +24,13 @@ class State:
 
     `counts` int32[n] is N. `steps` float32[tensors] are those of level MIDDLE; zeros before any update was counted.
     `statistics` float32[buffers_d] are exact, `recent` float32[rounds, buffers_d] those at the end of the last rounds.
-    `residual` float32[n] is what N lacks. `first` and `round` are the first and the last round that counted an update,
-    0 before. `samples` is the mean over `reports` updates. `level` is that of the next moves, `coarser` how many levels
-    a change of N is above them, `lowest` the lowest level of a change so far. `spent` are the coded bytes of a device
-    in all rounds. `bad` counts the bad rounds in a row. `again` counts the updates that are not a device's first.
-    `away` is the sum over all updates of the rounds since the device's last one, of a new device since `first`.
-    `units` are packed bits, None before the pruning.
+    `residual` float32[n] is what N lacks, `velocity` float32[n] what the rounds so far add to the next one's change.
+    `first` and `round` are the first and the last round that counted an update, 0 before. `samples` is the mean over
+    `reports` updates. `level` is that of the next moves, `coarser` how many levels a change of N is above them,
+    `lowest` the lowest level of a change so far. `spent` are the coded bytes of a device in all rounds. `bad` counts
+    the bad rounds in a row. `again` counts the updates that are not a device's first. `away` is the sum over all
+    updates of the rounds since the device's last one, of a new device since `first`. `units` are packed bits, None
+    before the pruning.
     """
 
     counts: Counts
@@ -38,6 +39,7 @@ class State:
     history: History
     recent: F32
     residual: F32
+    velocity: F32
     first: int = 0
     round: int = 0
     samples: float = 0.0
