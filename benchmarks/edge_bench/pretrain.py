@@ -74,16 +74,16 @@ def _trained(net: nn.Module, xs: Tensor, ys: Tensor, epochs: int) -> float:
         return float((net(xs[:held]).argmax(1) == ys[:held]).float().mean())
 
 
-def _shuffled(x: NDArray[np.float32], y: NDArray[np.int64], samples: int | None = None) -> tuple[Tensor, Tensor]:
-    order = counter.permutation(counter.key(SEED, "pretrain"), len(y))[:samples]
+def _shuffled(x: NDArray[np.float32], y: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    order = counter.permutation(counter.key(SEED, "pretrain"), len(y))
     return torch.from_numpy(x[order]), torch.from_numpy(y[order])
 
 
-def build_mlp(name: str, folder: Path, samples: int | None = None) -> Bundle:
+def build_mlp(name: str, folder: Path) -> Bundle:
     """Pre-train 784-300-100 on the digits 0-4 and write it with a new head for five classes."""
     known = undivided(DataConfig(name="mnist", labels=KNOWN))
     net = models.mlp(784, 300, 100, len(KNOWN))
-    right = _trained(net, *_shuffled(known.x, known.y, samples), MLP_EPOCHS)
+    right = _trained(net, *_shuffled(known.x, known.y), MLP_EPOCHS)
     print(f"digits 0-4, held out: {right:.2%}")
     net[-1] = _new_head(100, 5)
     return _write(net, torch.zeros(2, 784), folder, name, Classification(classes=5))
