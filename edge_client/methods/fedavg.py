@@ -32,7 +32,7 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.methods import Influence, Range, Search, ValueCodecName
-from edge_client.methods.local_sgd import LocalSgd, Weights, accelerated, window
+from edge_client.methods.local_sgd import LocalSgd, Weights, window
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, packed, unpacked
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -257,6 +257,21 @@ def added(total: Total | None, weight: float, parameters: F32, buffers: F32) -> 
     means[0].add(weight, parameters)
     means[1].add(weight, buffers)
     return means
+
+
+def accelerated(
+    change: NDArray[np.float64], velocity: F32, most: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What a round moves the model by Nesterov's momentum, and the velocity v after it, float64[n].
+
+    The momentum is the cosine of the angle between `change` and v, at least 0 and no more than `most`: rounds that
+    agree add up, and noise does not. ``v <- momentum * v + change``; the model moves by ``change + momentum * v``.
+    """
+    before = velocity.astype(np.float64)
+    norms = float(np.linalg.norm(change)) * float(np.linalg.norm(before))
+    momentum = min(most, max(0.0, float(change @ before) / norms)) if 0 < norms < math.inf else 0.0
+    then = change + momentum * before
+    return change + momentum * then, then
 
 
 def influence(start: Weights, update: Update) -> Influence:

@@ -14,7 +14,7 @@ step for each tensor, the federation's cohort K.
   (`extra_levels`).
 - **Server.** ``M = 2**level * (K * mean samples / samples of the round) * sum of m``. The factor is 1 for K devices of
   the mean samples. In the first round ``samples / mean samples * own step / step * m`` stands for m. By Nesterov's
-  momentum b ``V <- b * V + M`` and ``R += M + b * V``; b is how much M and V agree (`local_sgd.accelerated`). With
+  momentum b ``V <- b * V + M`` and ``R += M + b * V``; b is how much M and V agree (`fedavg.accelerated`). With
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
   the state.
 - **Down.** How N changed since the one that the device holds (`lattice_down`). Statistics likewise
@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Model
 from edge_client.errors import DivergedError, PayloadError
 from edge_client.methods import Influence, Range, Search, lattice_down, lattice_grid, lattice_levels, lattice_statistics
-from edge_client.methods.fedavg import Mean
+from edge_client.methods.fedavg import Mean, accelerated
 from edge_client.methods.lattice_down import CHANGE, STEPS, UNITS
 from edge_client.methods.lattice_grid import (
     HIGHEST,
@@ -70,7 +70,6 @@ from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_train import train
 from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update
 from edge_client.methods.lattice_wire import MOST_MOVE, UpHead, packed, read_moves
-from edge_client.methods.local_sgd import accelerated
 from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8, vector

@@ -6,7 +6,6 @@ weights, before the federation has learned anything. So the rate's default depen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -35,21 +34,6 @@ class Weights:
 def window(average: float, rounds: int) -> int:
     """The number of last rounds whose mean is the final model: a share `average` of all, at least one."""
     return max(1, round(average * rounds))
-
-
-def accelerated(
-    change: NDArray[np.float64], velocity: F32, most: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What a round moves the model by Nesterov's momentum, and the velocity v after it, float64[n].
-
-    The momentum is the cosine of the angle between `change` and v, at least 0 and no more than `most`: rounds that
-    agree add up, and noise does not. ``v <- momentum * v + change``; the model moves by ``change + momentum * v``.
-    """
-    before = velocity.astype(np.float64)
-    norms = float(np.linalg.norm(change)) * float(np.linalg.norm(before))
-    momentum = min(most, max(0.0, float(change @ before) / norms)) if 0 < norms < math.inf else 0.0
-    then = change + momentum * before
-    return change + momentum * then, then
 
 
 class LocalSgd(Method):
