@@ -533,22 +533,30 @@ def test_what_the_server_does_not_apply_stays_in_the_residual(coarser: int) -> N
 
 @pytest.mark.parametrize("most", [0.0, 0.5, 0.9])
 def test_the_server_moves_further_where_rounds_agree(most: float) -> None:
-    """N and the residual together move by the sum of moves and b times the velocity, b the cosine of the two."""
+    """N and the residual together move by the sum of moves and b times the velocity, b the cosine of the two.
+
+    In the third round one of the cohort of three is missing, a round later the level is another.
+    """
     fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, server_momentum=most), THREE)
     fleet.play(*"abc")
     due = fleet.state.counts + fleet.state.residual.astype(np.float64)
     assert np.allclose(fleet.state.velocity, due, rtol=1e-5)  # no round came before
     velocity, found = due, []
-    for _ in range(3):
-        fleet.play(*"abc")
-        moves = sum(_moves(fleet, d, place) for place, d in enumerate("abc")) * 2.0**MIDDLE
+    for level, cohort in ((MIDDLE, "abc"), (MIDDLE, "ab"), (MIDDLE - 2, "abc"), (MIDDLE + 1, "cab")):
+        fleet.state = before = replace(fleet.state, level=level)
+        fleet.play(*cohort)
+        moves = np.zeros(D)
+        for place, d in enumerate(cohort):
+            a = Assignment(fleet.course, fleet.round, d, place)
+            moves += fleet.method.read_update(a, before, None, fleet.local[d].update).moves * 2.0**level
+        moves *= 3 / len(cohort)
         cosine = moves @ velocity / np.sqrt((moves @ moves) * (velocity @ velocity))
         found.append(min(most, max(0.0, cosine)))
         velocity = found[-1] * velocity + moves
         due = due + moves + found[-1] * velocity
         assert np.allclose(fleet.state.velocity, velocity, rtol=1e-5, atol=1e-2)
         assert np.allclose(fleet.state.counts + fleet.state.residual, due, rtol=1e-5, atol=1e-2)
-    assert min(found) >= min(most, 0.5)  # the same gradients every round
+    assert min(found) >= min(most, 0.4)  # the same gradients every round
 
 
 def test_whole_sums_of_moves_leave_nothing_when_the_cell_is_the_level() -> None:

@@ -198,6 +198,10 @@ def test_the_pruning_leaves_every_other_weight_as_it_is() -> None:
     after = whole_weights(pruned)
     assert np.allclose(after[after != 0], before[after != 0])
     assert pruned.state.counts.size < dense.state.counts.size
+    live = network(pruned.course, pruned.state.units).live
+    assert np.array_equal(pruned.state.velocity, dense.state.velocity[live])
+    assert np.array_equal(pruned.state.residual, dense.state.residual[live])
+    assert np.linalg.norm(pruned.state.velocity) > 2 * np.linalg.norm(pruned.state.residual) > 0
 
 
 def test_pruned_stays_pruned_and_every_personal_model_is_compacted_to_the_units_that_are_left() -> None:

@@ -15,7 +15,7 @@ from rounds import Rounds, stored
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import ALL, Method, below, make_method
-from edge_client.methods.fedavg import FedAvg, State, Update, distance, toward
+from edge_client.methods.fedavg import FedAvg, State, Update, accelerated, distance, toward
 from edge_client.methods.local_sgd import Weights
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
@@ -250,6 +250,28 @@ def test_the_servers_momentum_is_the_cosine_of_a_change_with_those_before_it() -
     assert found[1] == 0.4
     assert 0 < found[2] < 0.4
     assert found[3] == 0
+
+
+def test_the_final_mean_is_of_the_models_that_the_momentum_moved() -> None:
+    run_, rng, made = course(M, 4), np.random.default_rng(0), FedAvg(server_momentum=0.9, average=0.5)
+    state, models = made.start(run_), []
+    direction = rng.normal(size=M.d)
+    for round_ in range(1, 5):
+        own = (state.parameters + direction).astype(np.float32), np.zeros(0, np.float32)
+        total, _ = made.fold(assignment(M, "a", round_, 4), state, None, Update(*own, 7.0), None)
+        state = stored(made.finish(run_, round_, ["a"], state, total)[0])
+        models.append(state.parameters)
+    steps = np.linalg.norm(np.diff(models, axis=0), axis=1) / np.linalg.norm(direction)
+    assert np.allclose(steps, [1 + 0.9 * 1.9, 1 + 0.9 * 2.71, 1 + 0.9 * 3.439], rtol=1e-3)
+    final = made.receive(assignment(M, "a", 5, 4), None, decode(encode(made.downlink(run_, 5, state, None))))
+    assert np.allclose(final.parameters, (models[2] + models[3]) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_a_velocity_that_overflows_is_forgotten() -> None:
+    huge = np.full(3, 1e30)
+    for before in (np.full(3, np.inf, np.float32), np.zeros(3, np.float32)):
+        step, velocity = accelerated(huge, before, 0.9)
+        assert step.tolist() == velocity.tolist() == huge.tolist()
 
 
 # --- FedAvg: codecs

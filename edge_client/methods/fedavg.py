@@ -10,9 +10,9 @@ w <- sum_k (n_k / n) w_k. Every other method's bytes and scores are compared wit
   by itself. The server keeps the exact model and adds the changes, so rounding errors of the downlinks do not
   accumulate.
 - Batch-norm statistics travel both ways as `buffers` float32.
-- With `server_momentum` the server's model moves further where rounds agree (`accelerated`), not just to the mean. A
-  fixed momentum is FedAvgM: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-  Classification", 2019.
+- With `server_momentum` the server's model moves beyond the mean where rounds agree (`accelerated`). A fixed momentum is
+  FedAvgM: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
+  2019.
 - With `average` the server sums the models of the last rounds, and the downlink after the last round is their mean.
   Rounds without a counted update are left out of it.
 """
@@ -262,16 +262,23 @@ def added(total: Total | None, weight: float, parameters: F32, buffers: F32) -> 
 def accelerated(
     change: NDArray[np.float64], velocity: F32, most: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What a round moves the model by Nesterov's momentum, and the velocity v after it, float64[n].
+    """What a round moves the model by Nesterov's momentum, and the velocity v after it; all are vectors of one size.
 
     The momentum is the cosine of the angle between `change` and v, at least 0 and no more than `most`: rounds that
     agree add up, and noise does not. ``v <- momentum * v + change``; the model moves by ``change + momentum * v``.
     """
     before = velocity.astype(np.float64)
-    norms = float(np.linalg.norm(change)) * float(np.linalg.norm(before))
-    momentum = min(most, max(0.0, float(change @ before) / norms)) if 0 < norms < math.inf else 0.0
+    norms = math.sqrt(dot(change, change)) * math.sqrt(dot(before, before))
+    if not 0 < norms < math.inf:
+        return change, change
+    momentum = min(most, max(0.0, dot(change, before) / norms))
     then = change + momentum * before
     return change + momentum * then, then
+
+
+def dot(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """The inner product, without BLAS: its last bits depend on the number of threads."""
+    return float(np.multiply(a, b).sum())
 
 
 def influence(start: Weights, update: Update) -> Influence:

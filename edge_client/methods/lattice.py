@@ -15,6 +15,7 @@ step for each tensor, the federation's cohort K.
 - **Server.** ``M = 2**level * (K * mean samples / samples of the round) * sum of m``. The factor is 1 for K devices of
   the mean samples. In the first round ``samples / mean samples * own step / step * m`` stands for m. By Nesterov's
   momentum b ``V <- b * V + M`` and ``R += M + b * V``; b is how much M and V agree (`fedavg.accelerated`). With
+  ``server_momentum = 0`` the model is the weighted mean in expectation, as in FedAvg. With
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
   the state.
 - **Down.** How N changed since the one that the device holds (`lattice_down`). Statistics likewise
@@ -344,9 +345,9 @@ class Lattice(Settings):
         return net.personal(parameters, buffers)
 
 
-def applied(state: State, moved: NDArray[np.float64], momentum: float) -> tuple[NDArray[np.int64], F32, F32]:
+def applied(state: State, moved: NDArray[np.float64], most: float) -> tuple[NDArray[np.int64], F32, F32]:
     """How N changes by a sum of moves, int64[n] in whole cells; what is left of it and the velocity, float32[n]."""
-    step, velocity = accelerated(np.ldexp(moved, state.level), state.velocity, momentum)
+    step, velocity = accelerated(np.ldexp(moved, state.level), state.velocity, most)
     left, cell = state.residual + step, 2.0**state.cell
     change = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
     kept = [np.clip(values, -MOST, MOST).astype(np.float32) for values in (left - change, velocity)]

@@ -24,7 +24,7 @@ class State:
 
     `counts` int32[n] is N. `steps` float32[tensors] are those of level MIDDLE; zeros before any update was counted.
     `statistics` float32[buffers_d] are exact, `recent` float32[rounds, buffers_d] those at the end of the last rounds.
-    `residual` float32[n] is what N lacks, `velocity` float32[n] what the rounds so far add to the next one's change.
+    `residual` float32[n] is what N lacks, `velocity` float32[n] is V, of which a round adds a share.
     `first` and `round` are the first and the last round that counted an update, 0 before. `samples` is the mean over
     `reports` updates. `level` is that of the next moves, `coarser` how many levels a change of N is above them,
     `lowest` the lowest level of a change so far. `spent` are the coded bytes of a device in all rounds. `bad` counts
