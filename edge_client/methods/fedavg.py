@@ -10,9 +10,9 @@ w <- sum_k (n_k / n) w_k. Every other method's bytes and scores are compared wit
   by itself. The server keeps the exact model and adds the changes, so rounding errors of the downlinks do not
   accumulate.
 - Batch-norm statistics travel both ways as `buffers` float32.
-- With `server_momentum` the server's model moves beyond the mean where rounds agree (`accelerated`). A fixed momentum is
-  FedAvgM: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
-  2019.
+- With `server_momentum` the server's model moves beyond the mean where rounds agree (`accelerated`). A fixed momentum
+  is FedAvgM: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+  Classification", 2019.
 - With `average` the server sums the models of the last rounds, and the downlink after the last round is their mean.
   Rounds without a counted update are left out of it.
 """
@@ -39,6 +39,7 @@ from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
+LARGEST = float(np.finfo(np.float32).max)
 BLOCK = 1 << 14  # values folded at a time, so that they stay in the cache
 
 
@@ -200,7 +201,7 @@ class FedAvg(LocalSgd):
             change = np.subtract(now.parameters, state.parameters, dtype=np.float64)
             old = np.zeros(change.size, np.float32) if state.velocity is None else state.velocity
             step, velocity = accelerated(change, old, self.server_momentum)
-            now = State((state.parameters + step).astype(np.float32), now.buffers, velocity=velocity.astype(np.float32))
+            now = State(float32(state.parameters + step), now.buffers, velocity=float32(velocity))
         covered = window(self.average, course.rounds)
         if covered == 1 or round_ <= course.rounds - covered:
             return now, {}
@@ -277,8 +278,14 @@ def accelerated(
 
 
 def dot(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """The inner product, without BLAS: its last bits depend on the number of threads."""
-    return float(np.multiply(a, b).sum())
+    """The inner product, inf where it overflows; without BLAS, whose last bits depend on the number of threads."""
+    with np.errstate(over="ignore"):
+        return float(np.multiply(a, b).sum())
+
+
+def float32(values: NDArray[np.float64]) -> F32:
+    """The values as float32, in its range."""
+    return np.clip(values, -LARGEST, LARGEST).astype(np.float32)
 
 
 def influence(start: Weights, update: Update) -> Influence:
