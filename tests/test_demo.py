@@ -63,9 +63,8 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
     assert len(starts) == 1
     assert 0 <= starts.pop() < 0.5
     lattice, fedavg = written["methods"]["lattice"], written["methods"]["fedavg"]
-    assert (
-        lattice["bytes_per_device"] < fedavg["bytes_per_device"] / 20
-    )  # two rounds: steps are finer than in longer runs
+    # In two rounds steps are finer than in longer runs.
+    assert lattice["bytes_per_device"] < fedavg["bytes_per_device"] / 20
     assert lattice["bytes_up_per_device_round"] > written["methods"]["standalone"]["bytes_up_per_device_round"]
     compact = written["compaction"]
     assert compact["parameters_compact"] < 0.4 * compact["parameters_dense"]

@@ -19,7 +19,7 @@ from edge_client.methods.fedavg import FedAvg, State, Update, accelerated, dista
 from edge_client.methods.local_sgd import Weights
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
-from edge_client.task import Local
+from edge_client.task import Course, Local
 from edge_client.training import Gradient
 
 M = mlp(6, 5, 4, 3)
@@ -165,6 +165,18 @@ def test_the_largest_floats_have_a_finite_distance_and_can_be_scaled() -> None:
 # --- FedAvg: the mean of the last rounds
 
 
+NORMED = M.model_copy(
+    update={"buffers": (Tensor(name="s", shape=(5,), offset=0, init=Init(kind="constant", scale=0)),)}
+)
+
+
+def ended(made: FedAvg, run: Course, round_: int, state: State, parameters: F32, buffers: F32) -> State:
+    """The state after a round in which one device sent these values, stored and read again."""
+    a = assignment(run.model.manifest, "a", round_, run.rounds)
+    total, _ = made.fold(a, state, None, Update(parameters, buffers, 7.0), None)
+    return stored(made.finish(run, round_, ["a"], state, total)[0])
+
+
 @pytest.mark.parametrize(
     ("average", "rounds", "left_out", "covered"),
     [
@@ -181,21 +193,19 @@ def test_after_the_last_round_devices_receive_the_mean_of_the_models_of_the_last
     average: float, rounds: int, left_out: set[int], covered: set[int]
 ) -> None:
     """In rounds `left_out` no update is counted. The server restarts after every round."""
-    m = M.model_copy(update={"buffers": (Tensor(name="s", shape=(5,), offset=0, init=Init(kind="constant", scale=0)),)})
-    run_, rng, made = course(m, rounds), np.random.default_rng(0), FedAvg(average=average)
+    run_, rng, made = course(NORMED, rounds), np.random.default_rng(0), FedAvg(average=average)
     each = {r: (rng.normal(size=M.d).astype(np.float32), rng.normal(size=5).astype(np.float32)) for r in covered}
     state = made.start(run_)
 
     def received(round_: int) -> State:
-        a = assignment(m, "a", round_, rounds)
+        a = assignment(NORMED, "a", round_, rounds)
         return made.receive(a, None, decode(encode(made.downlink(run_, round_, state, None))))
 
     for round_ in range(1, rounds + 1):
         if round_ in left_out:
             continue
         own = each.setdefault(round_, (rng.normal(size=M.d).astype(np.float32), np.ones(5, np.float32)))
-        total, _ = made.fold(assignment(m, "a", round_, rounds), state, None, Update(*own, 7.0), None)
-        state = stored(made.finish(run_, round_, ["a"], state, total)[0])
+        state = ended(made, run_, round_, state, *own)
         if round_ < rounds:
             assert np.array_equal(received(round_ + 1).parameters, own[0])
     assert (state.recent is None) == (len(covered) == 1)  # the default stores nothing more
@@ -232,14 +242,12 @@ def test_a_method_whose_state_has_no_place_for_a_step_of_the_server_refuses_it(n
 
 def test_the_servers_momentum_is_the_cosine_of_a_change_with_those_before_it() -> None:
     """v <- b v + mean - w, then w <- mean + b v; statistics are the mean. The server restarts after every round."""
-    m = M.model_copy(update={"buffers": (Tensor(name="s", shape=(5,), offset=0, init=Init(kind="constant", scale=0)),)})
-    run_, rng, made = course(m, 8), np.random.default_rng(0), FedAvg(server_momentum=0.4)
-    state, common, found = made.start(run_), rng.normal(size=m.d), []
-    w, v = state.parameters.astype(np.float64), np.zeros(m.d)
-    for share in (1.0, 1.0, 0.3, -1.0, 0.3, 0.0):
-        own = (w + share * common + rng.normal(size=m.d)).astype(np.float32), rng.normal(size=5).astype(np.float32)
-        total, _ = made.fold(assignment(m, "a", 1, 8), state, None, Update(*own, 7.0), None)
-        state = stored(made.finish(run_, 1, ["a"], state, total)[0])
+    run_, rng, made = course(NORMED, 8), np.random.default_rng(0), FedAvg(server_momentum=0.4)
+    state, common, found = made.start(run_), rng.normal(size=M.d), []
+    w, v = state.parameters.astype(np.float64), np.zeros(M.d)
+    for round_, share in enumerate((1.0, 1.0, 0.3, -1.0, 0.3, 0.0), 1):
+        own = (w + share * common + rng.normal(size=M.d)).astype(np.float32), rng.normal(size=5).astype(np.float32)
+        state = ended(made, run_, round_, state, *own)
         change = own[0] - w
         found.append(min(0.4, max(0.0, change @ v / (np.linalg.norm(change) * np.linalg.norm(v) or 1.0))))
         v = found[-1] * v + change
@@ -257,9 +265,8 @@ def test_the_final_mean_is_of_the_models_that_the_momentum_moved() -> None:
     state, models = made.start(run_), []
     direction = rng.normal(size=M.d)
     for round_ in range(1, 5):
-        own = (state.parameters + direction).astype(np.float32), np.zeros(0, np.float32)
-        total, _ = made.fold(assignment(M, "a", round_, 4), state, None, Update(*own, 7.0), None)
-        state = stored(made.finish(run_, round_, ["a"], state, total)[0])
+        own = (state.parameters + direction).astype(np.float32)
+        state = ended(made, run_, round_, state, own, np.zeros(0, np.float32))
         models.append(state.parameters)
     steps = np.linalg.norm(np.diff(models, axis=0), axis=1) / np.linalg.norm(direction)
     assert np.allclose(steps, [1 + 0.9 * 1.9, 1 + 0.9 * 2.71, 1 + 0.9 * 3.439], rtol=1e-3)
@@ -271,9 +278,7 @@ def test_no_means_make_the_model_or_its_velocity_infinite() -> None:
     run_, made = course(M, 20), FedAvg(server_momentum=0.9)
     state = made.start(run_)
     for round_, mean in enumerate([3e38, -3e38, -3e38, -3e38, 3e38, *[0.0] * 8], 1):
-        own = np.full(M.d, mean, np.float32), np.zeros(0, np.float32)
-        total, _ = made.fold(assignment(M, "a", round_, 20), state, None, Update(*own, 7.0), None)
-        state = stored(made.finish(run_, round_, ["a"], state, total)[0])
+        state = ended(made, run_, round_, state, np.full(M.d, mean, np.float32), np.zeros(0, np.float32))
         assert np.isfinite(state.parameters).all()
         assert state.velocity is not None
         assert np.isfinite(state.velocity).all()

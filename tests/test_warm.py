@@ -171,7 +171,7 @@ def test_a_federation_goes_on_from_another_ones_global_model_and_its_devices_fet
             assert found["missing"] == []
         state = decode((await fleet.operator("GET", "/v1/federations/next0/state")).content).arrays
         assert np.array_equal(state["parameters"], final)
-        for source, kind, why in (("nobody", "not-found", "nobody"), ("next2", "bad-config", "has no global model")):
+        for source, kind, why in (("absent", "not-found", "absent"), ("next2", "bad-config", "has no global model")):
             config = settings(name="last", start_from={"federation": source})
             assert why in refused(await fleet.operator("POST", "/v1/federations", json=config), kind)
         config = settings(name="last", start_from={"federation": "fed"}, bundle=await fleet.bundle(14))

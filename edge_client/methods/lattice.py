@@ -350,5 +350,5 @@ def applied(state: State, moved: NDArray[np.float64], most: float) -> tuple[NDAr
     step, velocity = accelerated(np.ldexp(moved, state.level), state.velocity, most)
     left, cell = state.residual + step, 2.0**state.cell
     change = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
-    kept = [np.clip(values, -MOST, MOST).astype(np.float32) for values in (left - change, velocity)]
-    return change.astype(np.int64), kept[0], kept[1]
+    residual = np.clip(left - change, -MOST, MOST).astype(np.float32)
+    return change.astype(np.int64), residual, np.clip(velocity, -MOST, MOST).astype(np.float32)
