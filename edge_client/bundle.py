@@ -29,6 +29,8 @@ from edge_client.errors import BundleError, first_fault
 from edge_client.targets import AnyTarget
 
 F32 = NDArray[np.float32]
+Bits = NDArray[np.bool_]
+Packed = NDArray[np.uint8]  # bits, eight in a byte
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 

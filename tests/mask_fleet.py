@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from numpy_mlp import clusters, course, mlp, model, secret, task
 from rounds import stored
 
-from edge_client.bundle import F32, Manifest
+from edge_client.bundle import F32, Bits, Manifest
 from edge_client.methods.bernoulli import BernoulliMasks, HeadUpdate
-from edge_client.methods.bernoulli_network import Bits
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Course, Local, Task
 from edge_client.training import Gradient

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from edge_kernels import coupling
+from edge_kernels import bits, coupling
 from edge_kernels.codecs import CodecError
 from edge_kernels.coupling import Cohort
 from hypothesis import given, settings
@@ -165,10 +165,10 @@ def test_decoding_with_another_theta_is_refused() -> None:
 
 def test_a_checksum_covers_packed_masks_or_32_bit_counts_in_tiles_of_any_size() -> None:
     mask = np.array([1, 0, 0, 0, 0, 0, 0, 1, 1], bool)
-    assert coupling.checksum([mask]) == zlib.crc32(b"\x81\x01") == coupling.checksum([mask[:8], mask[8:]])
+    assert bits.checksum([mask]) == zlib.crc32(b"\x81\x01") == bits.checksum([mask[:8], mask[8:]])
     ones = np.array([2, 0, 258], np.uint32)
     four_each = b"\2\0\0\0\0\0\0\0\2\1\0\0"
-    assert coupling.checksum([ones]) == zlib.crc32(four_each) == coupling.checksum([ones[:1], ones[1:].astype(int)])
+    assert bits.checksum([ones]) == zlib.crc32(four_each) == bits.checksum([ones[:1], ones[1:].astype(int)])
 
 
 def test_decoding_with_other_net_flips_is_refused_by_the_checksum() -> None:

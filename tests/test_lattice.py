@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_kernels import counter, coupling, lattice
+from edge_kernels import bits, counter, lattice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -23,7 +23,7 @@ from edge_client.methods import lattice as method_module
 from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods import lattice_settings as settings_module
 from edge_client.methods import lattice_statistics
-from edge_client.methods.fedavg import Mean
+from edge_client.methods.averaging import Mean
 from edge_client.methods.lattice import MOVES, Lattice
 from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import HISTORY, MIDDLE, dither, grid, nearest, rms, spans, spread, steps
@@ -782,7 +782,7 @@ def test_numbers_beyond_the_limit_are_refused() -> None:
     a = Assignment(fleet.course, 2, "b", 1)
     moves = np.full(D, 40_000, np.int32)
     coded = lattice.encode(moves, lattice.up(dither(a, D), spans(grid(M)), np.abs(fleet.state.counts) >> MIDDLE))
-    head = UpHead(coupling.checksum([moves]), 0.0).pack()
+    head = UpHead(bits.checksum([moves]), 0.0).pack()
     with pytest.raises(PayloadError, match="leaves"):
         fleet.method.read_update(
             a, fleet.state, None, Payload({MOVES: np.frombuffer(head + coded, np.uint8)}, {"samples": 8})

@@ -28,11 +28,11 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Bits, Model, Packed
 from edge_client.errors import PayloadError
 from edge_client.methods import Influence, Range, Search, pretrained
-from edge_client.methods.bernoulli_network import Bits, MaskedNetwork, own_statistics
-from edge_client.methods.fedavg import Mean, distance, toward
+from edge_client.methods.averaging import Mean, distance, toward
+from edge_client.methods.bernoulli_network import MaskedNetwork, own_statistics
 from edge_client.methods.local_sgd import descend_on
 from edge_client.methods.theta import F64, Ints, Posterior, drawn, stepped, steps
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -42,7 +42,6 @@ from edge_client.training.gates import Bernoulli, sigmoid
 from edge_client.training.sgd import Adam, Sgd
 from edge_client.training.steps import masked_step
 
-Packed = NDArray[np.uint8]
 MOST_MASKS = 2**32 - 1  # of one posterior
 
 

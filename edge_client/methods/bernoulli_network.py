@@ -16,17 +16,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from edge_kernels import counter
-from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Bits, Model
 from edge_client.errors import ConfigError
 from edge_client.methods import MORE_EPOCHS, Method, pretrained
 from edge_client.methods.theta import F64
 from edge_client.parts import Part, tensors
 from edge_client.task import Assignment, Course, Personal
-
-Bits = NDArray[np.bool_]
 
 
 class MaskedNetwork(Method):

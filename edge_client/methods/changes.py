@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import numpy as np
 from edge_kernels import bits as bitset
 from edge_kernels import codecs
 from edge_kernels.codecs import CodecError, Contexts
-from numpy.typing import NDArray
 from pydantic import AfterValidator
 
+from edge_client.bundle import Bits
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import SetCodecName, bits_digest
 from edge_client.protocol.payload import Payload, coded, u8
 
-Bits = NDArray[np.bool_]
 CODEC_HEAD = 64  # bytes that an exact codec may need beside one bit an element
 
 

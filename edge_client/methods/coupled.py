@@ -31,19 +31,18 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from edge_kernels import counter, coupling
+from edge_kernels import bits, counter, coupling
 from edge_kernels.codecs import CodecError, counts
 from edge_kernels.coupling import Cohort, History
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Bits, Model, Packed
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import bernoulli, changes
-from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, HeadUpdate, Packed
-from edge_client.methods.bernoulli_network import Bits
-from edge_client.methods.fedavg import Mean
+from edge_client.methods.averaging import Mean
+from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, HeadUpdate
 from edge_client.methods.theta import F64, Ints, Posterior
 from edge_client.protocol.payload import Arrays, Payload, coded, count, u8
 from edge_client.task import Assignment, Course, Local, Task
@@ -188,7 +187,7 @@ class Coupled(BernoulliMasks):
         meta = {"masks": posterior.masks}
         if content == "change":
             data = u8(counts.encode(posterior.ones, posterior.masks, scaled(step.before, posterior.masks)))
-            return Payload({**arrays, CHANGE: data}, {**meta, "crc": coupling.checksum([posterior.ones])})
+            return Payload({**arrays, CHANGE: data}, {**meta, "crc": bits.checksum([posterior.ones])})
         return Payload({**arrays, COUNTS: u8(counts.encode(posterior.ones, posterior.masks))}, meta)
 
     def mask_limit(self, n: int) -> int:
@@ -312,7 +311,7 @@ class Coupled(BernoulliMasks):
             ones = counts.decode(coded(downlink, CHANGE, ("head",)), before.ones.size, masks, scaled(before, masks))
         except CodecError as error:
             raise stale(a, str(error)) from None
-        if coupling.checksum([ones]) != downlink.meta.get("crc"):
+        if bits.checksum([ones]) != downlink.meta.get("crc"):
             raise stale(a, "the counts do not match their checksum")
         return Posterior(ones.astype(np.uint32), masks)
 

@@ -28,10 +28,9 @@ from edge_kernels.coupling import coupling_contexts
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Bits, Model
 from edge_client.methods import SetCodecName, changes
 from edge_client.methods.bernoulli import BernoulliMasks, Received, State
-from edge_client.methods.bernoulli_network import Bits
 from edge_client.methods.theta import F64
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Task

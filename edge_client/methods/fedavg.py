@@ -19,7 +19,6 @@ w <- sum_k (n_k / n) w_k. Every other method's bytes and scores are compared wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
@@ -32,15 +31,13 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.methods import Influence, Range, Search, ValueCodecName
+from edge_client.methods.averaging import Total, accelerated, added, distance, float32, toward
 from edge_client.methods.local_sgd import LocalSgd, Weights, window
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, packed, unpacked
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
-
-LARGEST = float(np.finfo(np.float32).max)
-BLOCK = 1 << 14  # values folded at a time, so that they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -87,27 +84,6 @@ class Kept:
     """What a device with feedback still owes: the part of its changes that did not travel, float32[d]."""
 
     residual: F32
-
-
-class Mean:
-    """A weighted mean of float32[size] vectors: the sum of weight * values in float64, and of the weights."""
-
-    def __init__(self, size: int) -> None:
-        self.sum, self.weight = np.zeros(size), 0.0
-
-    def add(self, weight: float, values: F32) -> None:
-        """Add one vector."""
-        add_weighted(self.sum, weight, values)
-        self.weight += weight
-
-    @property
-    def value(self) -> F32:
-        """The mean, float32[size]."""
-        return (self.sum / self.weight).astype(np.float32)
-
-
-Total = tuple[Mean, Mean]
-"""The means of parameters and of statistics."""
 
 
 class FedAvg(LocalSgd):
@@ -252,42 +228,6 @@ def read_state(model: Model, payload: Payload, codec: str = PLAIN, stream: int =
     return State(parameters, vector(payload, "buffers", model.manifest.buffers_d))
 
 
-def added(total: Total | None, weight: float, parameters: F32, buffers: F32) -> Total:
-    """The means with one more device's values in them."""
-    means = total or (Mean(parameters.size), Mean(buffers.size))
-    means[0].add(weight, parameters)
-    means[1].add(weight, buffers)
-    return means
-
-
-def accelerated(
-    change: NDArray[np.float64], velocity: F32, most: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What a round moves the model by Nesterov's momentum, and the velocity v after it; all are vectors of one size.
-
-    The momentum is the cosine of the angle between `change` and v, at least 0 and no more than `most`: rounds that
-    agree add up, and noise does not. ``v <- momentum * v + change``; the model moves by ``change + momentum * v``.
-    """
-    before = velocity.astype(np.float64)
-    norms = math.sqrt(dot(change, change)) * math.sqrt(dot(before, before))
-    if not 0 < norms < math.inf:
-        return change, change
-    momentum = min(most, max(0.0, dot(change, before) / norms))
-    then = change + momentum * before
-    return change + momentum * then, then
-
-
-def dot(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """The inner product, inf where it overflows; without BLAS, whose last bits depend on the number of threads."""
-    with np.errstate(over="ignore"):
-        return float(np.multiply(a, b).sum())
-
-
-def float32(values: NDArray[np.float64]) -> F32:
-    """The values as float32, in its range."""
-    return np.clip(values, -LARGEST, LARGEST).astype(np.float32)
-
-
 def influence(start: Weights, update: Update) -> Influence:
     """That of an update by its distance from the values that it was trained from."""
     moved, statistics = distance(update.parameters, start.parameters), distance(update.buffers, start.buffers)
@@ -300,24 +240,3 @@ def limited(start: Weights, update: Update, scale: float, weight: float) -> Upda
         toward(a, b, scale) for a, b in ((start.parameters, update.parameters), (start.buffers, update.buffers))
     )
     return Update(parameters, buffers, weight)
-
-
-def distance(a: F32, b: F32) -> float:
-    """The Euclidean norm of ``a - b``, in float64 so that no finite difference overflows."""
-    square = 0.0
-    for low in range(0, len(a), BLOCK):
-        change = np.subtract(a[low : low + BLOCK], b[low : low + BLOCK], dtype=np.float64)
-        square += float(np.dot(change, change))
-    return math.sqrt(square)
-
-
-def toward(start: F32, end: F32, scale: float) -> F32:
-    """``start + scale * (end - start)`` for a scale in 0..1, computed in float64."""
-    return (start + scale * np.subtract(end, start, dtype=np.float64)).astype(np.float32)
-
-
-def add_weighted(total: NDArray[np.float64], weight: float, values: F32) -> None:
-    """``total += weight * values`` in float64, a block that stays in the cache at a time."""
-    for low in range(0, len(values), BLOCK):
-        s = slice(low, low + BLOCK)
-        total[s] += np.multiply(values[s], weight, dtype=np.float64)

@@ -32,7 +32,8 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
-from edge_client.methods.fedavg import Mean, State, added, distance, toward
+from edge_client.methods.averaging import Mean, added, distance, toward
+from edge_client.methods.fedavg import State
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector

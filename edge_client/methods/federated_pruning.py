@@ -24,23 +24,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Model, Packed
 from edge_client.errors import LostError
 from edge_client.methods import Influence, Range, Search, ValueCodecName
-from edge_client.methods.fedavg import Total, Update, added, influence, limited
+from edge_client.methods.averaging import Total, added
+from edge_client.methods.fedavg import Update, influence, limited
 from edge_client.methods.local_sgd import LocalSgd, Weights
-from edge_client.methods.units import (
-    Packed,
-    Units,
-    carried,
-    counts,
-    held,
-    live,
-    read_units,
-    strongest,
-    unpacked,
-    whole,
-)
+from edge_client.methods.units import Units, carried, counts, held, live, read_units, strongest, unpacked, whole
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES

@@ -20,13 +20,12 @@ import numpy as np
 from edge_kernels import bits as bitset
 from edge_kernels.pruning import keep_largest, lamp_scores
 
-from edge_client.bundle import F32
+from edge_client.bundle import F32, Bits
 from edge_client.errors import LostError
-from edge_client.methods.fedavg import Total
+from edge_client.methods.averaging import Total
 from edge_client.methods.fedmap import FedMap, Kept, Received, Record, State, Update
 from edge_client.methods.pruned import (
     MASK,
-    Bits,
     alive,
     check_fingerprint,
     decoded_mask,

@@ -35,17 +35,15 @@ from edge_kernels import bits as bitset
 from edge_kernels.pruning import keep_largest, lamp_scores
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from edge_client.bundle import F32, Manifest, Model
+from edge_client.bundle import F32, Bits, Manifest, Model, Packed
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search, ValueCodecName
-from edge_client.methods.fedavg import Total, added, distance, toward
+from edge_client.methods.averaging import Total, added, distance, toward
 from edge_client.methods.feddr import Kept as Splitting
 from edge_client.methods.feddr import Reflection, following, reflected, without
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.methods.pruned import (
     MASK,
-    Bits,
-    Packed,
     alive,
     check_fingerprint,
     decoded_mask,

@@ -27,13 +27,13 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_client.bundle import F32, Model, digest
+from edge_client.bundle import F32, Bits, Model, Packed, digest
 from edge_client.flat import to_arrays
 from edge_client.methods import Influence, Range, Search
+from edge_client.methods.averaging import Mean, distance, toward
 from edge_client.methods.changes import ExactCodecName
-from edge_client.methods.fedavg import Mean, distance, toward
 from edge_client.methods.fedmask_wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
-from edge_client.methods.structure import Bits, Choice, Packed, PrunedMasks
+from edge_client.methods.structure import Choice, PrunedMasks
 from edge_client.parts import Part
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from edge_kernels import bits as bitset
 
-from edge_client.bundle import F32
+from edge_client.bundle import F32, Bits, Packed
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import bits_digest, changes
-from edge_client.methods.structure import Bits, Division, Packed
+from edge_client.methods.structure import Division
 from edge_client.protocol.payload import Arrays, Meta, Payload, allow_only, count, vector
 
 STRUCTURE, PLANES, REAL = "structure.bits", "mask.planes", "real"

@@ -21,11 +21,10 @@ import numpy as np
 from edge_kernels import codecs, counter
 from edge_kernels.codecs import CodecError, counts
 
-from edge_client.bundle import F32
+from edge_client.bundle import F32, Bits
 from edge_client.errors import PayloadError
 from edge_client.methods import SetCodecName
 from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Kept, Received, State
-from edge_client.methods.bernoulli_network import Bits
 from edge_client.methods.theta import Posterior
 from edge_client.protocol.payload import Payload, allow_only, coded, count, u8
 from edge_client.task import Assignment, Course, Task

@@ -28,24 +28,12 @@ from edge_kernels.pruning import add_lasso_slope
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_client.bundle import F32, Model, views
+from edge_client.bundle import F32, Model, Packed, views
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import ALL, Influence, Range, Search, ValueCodecName
-from edge_client.methods.fedavg import distance, toward
+from edge_client.methods.averaging import distance, toward
 from edge_client.methods.local_sgd import LocalSgd
-from edge_client.methods.units import (
-    Packed,
-    Units,
-    carried,
-    counts,
-    held,
-    live,
-    read_units,
-    shrunk,
-    strongest,
-    unpacked,
-    whole,
-)
+from edge_client.methods.units import Units, carried, counts, held, live, read_units, shrunk, strongest, unpacked, whole
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
 from edge_client.parts import frozen
 from edge_client.protocol.payload import Payload, allow_only, vector

@@ -20,11 +20,11 @@ from edge_kernels import counter, synflow
 from edge_kernels.folding import Tally
 from pydantic import Field
 
-from edge_client.bundle import F32, Manifest, Model, views
+from edge_client.bundle import F32, Manifest, Model, Packed, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import ALL, Influence, signs
-from edge_client.methods.fedavg import Mean
-from edge_client.methods.signs import Packed, SignMasks, Update
+from edge_client.methods.averaging import Mean
+from edge_client.methods.signs import SignMasks, Update
 from edge_client.methods.units import Units, chosen, unpacked
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task

@@ -14,7 +14,7 @@ step for each tensor, the federation's cohort K.
   (`extra_levels`).
 - **Server.** ``M = 2**level * (K * mean samples / samples of the round) * sum of m``. The factor is 1 for K devices of
   the mean samples. In the first round ``samples / mean samples * own step / step * m`` stands for m. By Nesterov's
-  momentum b ``V <- b * V + M`` and ``R += M + b * V``; b is how much M and V agree (`fedavg.accelerated`). With
+  momentum b ``V <- b * V + M`` and ``R += M + b * V``; b is how much M and V agree (`averaging.accelerated`). With
   ``server_momentum = 0`` the model is the weighted mean in expectation, as in FedAvg. With
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
   the state.
@@ -40,14 +40,14 @@ from statistics import median_low
 from typing import ClassVar
 
 import numpy as np
-from edge_kernels import coupling, lattice
+from edge_kernels import bits, lattice
 from edge_kernels.lattice_model import Known
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import DivergedError, PayloadError
 from edge_client.methods import Influence, Range, Search, lattice_down, lattice_grid, lattice_levels, lattice_statistics
-from edge_client.methods.fedavg import Mean, accelerated
+from edge_client.methods.averaging import Mean, accelerated
 from edge_client.methods.lattice_down import CHANGE, STEPS, UNITS
 from edge_client.methods.lattice_grid import (
     HIGHEST,
@@ -321,7 +321,7 @@ class Lattice(Settings):
             level = received.level + extra_levels(task.samples, received.samples)
             step, share = received.steps, task.samples / received.samples * 2.0 ** (MIDDLE - level)
         own_moves = moves(part, change, share / step.astype(np.float64), dither(a, part.size), MOST_MOVE)
-        head = UpHead(coupling.checksum([own_moves]), own.gain)
+        head = UpHead(bits.checksum([own_moves]), own.gain)
         known = self.known_up(net, a, received.counts, level)
         arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, known))
         if self.buffers(net.model):

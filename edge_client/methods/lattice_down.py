@@ -9,7 +9,7 @@ their means over the last rounds. docs/methods/lattice.md lists the arrays (Payl
 from __future__ import annotations
 
 import numpy as np
-from edge_kernels import coupling, lattice
+from edge_kernels import bits, lattice
 from edge_kernels.lattice_model import Known
 
 from edge_client.errors import PayloadError
@@ -65,7 +65,7 @@ def written(settings: Settings, course: Course, round_: int, state: State, recor
     held = np.zeros_like(counts) if base == 1 else state.history.before(state.counts, past)
     missed = 0 if base == 1 else round_ - base
     sent = lattice_statistics.numbers(statistics)
-    head = DownHead(coupling.checksum([counts, sent]), missed, state.level, low, state.samples)
+    head = DownHead(bits.checksum([counts, sent]), missed, state.level, low, state.samples)
     change = lattice.encode((counts - held) >> low, known(settings, net, base, round_, low, held))
     arrays: Arrays = {CHANGE: u8(head.pack() + change)}
     if base == 1:

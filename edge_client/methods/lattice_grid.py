@@ -18,6 +18,7 @@ from edge_kernels.lattice_model import Span
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest
+from edge_client.methods.averaging import BLOCK
 from edge_client.parts import Part, rest
 from edge_client.task import Assignment, Course
 
@@ -27,7 +28,6 @@ U32 = NDArray[np.uint32]
 FINEST = 0.02  # of the step of a tensor that moves no more than the average
 SMALLEST = 1e-12  # rms of a network that does not move at all: its steps must not be 0
 HISTORY = 16  # rounds whose changes the server keeps for late devices
-BLOCK = 1 << 14  # values handled at a time, so that they stay in the cache
 NONE = np.zeros(0, np.uint32)
 MIDDLE = 8  # the level of the first round's moves
 HIGHEST = 16  # the level of the coarsest cells

@@ -12,10 +12,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Model, Packed
 from edge_client.errors import PayloadError
 from edge_client.methods.lattice_grid import U32, Counts, History, added, grid, nearest
-from edge_client.methods.units import Packed, Same, Units, unpacked
+from edge_client.methods.units import Same, Units, unpacked
 from edge_client.parts import Part
 from edge_client.task import Assignment, Course, Personal, Task
 

@@ -18,11 +18,11 @@ from edge_kernels.channels import ChannelGroup, Role, by_channel
 from edge_kernels.pruning import group_norms, keep_largest
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Manifest, views
+from edge_client.bundle import F32, Manifest, Packed, views
 from edge_client.errors import ConfigError
 from edge_client.methods.lattice_network import network
 from edge_client.methods.lattice_values import State
-from edge_client.methods.units import Packed, Units, unpacked, whole
+from edge_client.methods.units import Units, unpacked, whole
 from edge_client.task import Course
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32
-from edge_client.methods.fedavg import Mean
+from edge_client.bundle import F32, Packed
+from edge_client.methods.averaging import Mean
 from edge_client.methods.lattice_grid import HIGHEST, MIDDLE, Counts, History
 from edge_client.methods.lattice_network import Network
-from edge_client.methods.units import Packed
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from edge_kernels import coupling, lattice
+from edge_kernels import bits, lattice
 from edge_kernels.codecs import CodecError
 from edge_kernels.lattice_model import Known
 
@@ -83,7 +83,7 @@ def read_moves(a: Assignment, data: bytes, known: Known) -> tuple[float, Counts]
         moves = lattice.decode(coded, known)
     except CodecError as error:
         raise PayloadError(f"the moves of {a.device!r} in round {a.round} cannot be decoded: {error}") from None
-    if coupling.checksum([moves]) != head.crc:
+    if bits.checksum([moves]) != head.crc:
         raise PayloadError(
             f"the moves of {a.device!r} in round {a.round} do not match their checksum: they were coded against "
             "another model or place; the device trains again"
@@ -102,7 +102,7 @@ def read_counts(
     except CodecError as error:
         raise fault(a, base, str(error)) from None
     counts: Counts = (held + (change.astype(np.int64) << head.low)).astype(np.int32)
-    if coupling.checksum([counts, statistics]) != head.crc:
+    if bits.checksum([counts, statistics]) != head.crc:
         raise fault(a, base, "counts and statistics do not match their checksum")
     return counts
 

@@ -24,7 +24,8 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
 from edge_client.methods import Influence, Range, Search, ValueCodecName
-from edge_client.methods.fedavg import State, Total, Update, added, influence, limited, read_state
+from edge_client.methods.averaging import Total, added
+from edge_client.methods.fedavg import State, Update, influence, limited, read_state
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
 from edge_client.parts import Part, frozen, rest, tensors

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.methods import Influence, Range, Search, ValueCodecName
-from edge_client.methods.fedavg import Mean, distance, toward
+from edge_client.methods.averaging import Mean, distance, toward
 from edge_client.methods.local_sgd import LocalSgd, descend_on
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
 from edge_client.parts import Part, frozen, tensors

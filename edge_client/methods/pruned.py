@@ -13,16 +13,13 @@ from edge_kernels import codecs
 from edge_kernels.codecs import CodecError
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Manifest, Model
+from edge_client.bundle import F32, Bits, Manifest, Model, Packed
 from edge_client.errors import PayloadError
 from edge_client.methods import bits_digest
 from edge_client.parts import Part, frozen, tensors
 from edge_client.protocol.payload import Payload, coded, u8
 
 MASK = "mask.entropy"
-
-Bits = NDArray[np.bool_]
-Packed = NDArray[np.uint8]
 
 
 def prunable(manifest: Manifest) -> Part:

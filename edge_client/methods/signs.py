@@ -27,11 +27,11 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Bits, Model, Packed
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import Influence, Method, Range, Search, changes
+from edge_client.methods.averaging import Mean
 from edge_client.methods.changes import ExactCodecName
-from edge_client.methods.fedavg import Mean
 from edge_client.parts import Part, rest, tensors, weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, u8
@@ -44,8 +44,6 @@ COUNTS = "counts"
 MOST_VOTES = 2**20 - 1
 _LEVELS, _PLACES = 32, 128  # contexts of the uplink; their product is the most that a codec takes
 
-Bits = NDArray[np.bool_]
-Packed = NDArray[np.uint8]
 Votes = NDArray[np.unsignedinteger[Any]]
 
 

@@ -14,14 +14,11 @@ from edge_kernels import bits as bitset
 from numpy.typing import NDArray
 from pydantic import Field
 
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32, Bits, Model, Packed
 from edge_client.errors import ConfigError
 from edge_client.methods import Method, pretrained
 from edge_client.parts import Part, rest, tensors, weights
 from edge_client.task import Personal
-
-Bits = NDArray[np.bool_]
-Packed = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)

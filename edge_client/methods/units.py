@@ -19,15 +19,12 @@ from edge_kernels.channels import by_channel
 from edge_kernels.pruning import group_norms, keep_largest
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Manifest, views
+from edge_client.bundle import F32, Bits, Manifest, Packed, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import bits_digest
 from edge_client.narrow import Channels, Narrow, narrow
 from edge_client.protocol.payload import Payload
 from edge_client.task import Personal
-
-Bits = NDArray[np.bool_]
-Packed = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,14 @@ from typing import Annotated
 import numpy as np
 from edge_kernels import counter
 from edge_kernels.codecs import CodecError, values
-from numpy.typing import NDArray
 from pydantic import AfterValidator, ValidationInfo
 
-from edge_client.bundle import F32
+from edge_client.bundle import F32, Bits
 from edge_client.errors import DivergedError, PayloadError
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, u8, vector
 from edge_client.task import Assignment
 
 PLAIN = "float32"
-Bits = NDArray[np.bool_]
 
 
 def _of_a_codec(feedback: bool, info: ValidationInfo) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -47,3 +49,15 @@ def unpack_planes(data: NDArray[Any], width: int, count: int) -> NDArray[np.uint
     for j in range(width):
         values |= unpack(data[j], count).astype(np.uint32) << np.uint32(j)
     return values
+
+
+def checksum(tiles: Iterable[NDArray[np.bool_] | NDArray[np.integer[Any]]]) -> int:
+    """CRC-32 of a mask or of counts that both sides must have, not of the payload.
+
+    The tiles may have any size; those of a mask are multiples of 8, except the last. Masks are packed as by codec
+    `bits`. Counts are 32-bit integers, little endian.
+    """
+    crc = 0
+    for tile in tiles:
+        crc = zlib.crc32((pack(tile) if tile.dtype == np.bool_ else tile.astype("<i4")).tobytes(), crc)
+    return crc

@@ -15,7 +15,6 @@ log: `log2` is piecewise linear), element by element, in a fixed order.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -287,20 +286,8 @@ def _tiles(n: int) -> Iterator[slice]:
     return (slice(low, min(low + _TILE, n)) for low in range(0, n, _TILE))
 
 
-def checksum(tiles: Iterable[NDArray[np.bool_] | NDArray[np.integer]]) -> int:
-    """CRC-32 of a mask or of counts that both sides must have, not of the payload.
-
-    The tiles may have any size; those of a mask are multiples of 8, except the last. Masks are packed as by codec
-    `bits`. Counts are 32-bit integers, little endian.
-    """
-    crc = 0
-    for tile in tiles:
-        crc = zlib.crc32((bits.pack(tile) if tile.dtype == np.bool_ else tile.astype("<i4")).tobytes(), crc)
-    return crc
-
-
 def _guard(tiles: Iterable[NDArray[np.bool_] | NDArray[np.integer]]) -> bytes:
-    return checksum(tiles).to_bytes(_CRC, "little")
+    return bits.checksum(tiles).to_bytes(_CRC, "little")
 
 
 def _mask_tiles(flips: Bits, theta: F64, uniforms: F64) -> Iterator[Bits]:
