@@ -28,6 +28,7 @@ from edge_client.methods.lattice import MOVES, Lattice
 from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import HISTORY, MIDDLE, dither, grid, nearest, rms, spans, spread, steps
 from edge_client.methods.lattice_levels import apart, lateness, raised, settled
+from edge_client.methods.lattice_network import network
 from edge_client.methods.lattice_train import Plan, train
 from edge_client.methods.lattice_values import Record, Total
 from edge_client.methods.lattice_wire import UpHead, up_head
@@ -273,7 +274,7 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
         for _ in range(14):
             fleet.play(*"abc")
         if budget < 10:  # beyond, steps would be coarser than the budget may make them
-            assert fleet.state.spent < fleet.method.allowed(fleet.course, 1.0)
+            assert fleet.state.spent < fleet.method.allowed(network(fleet.course, None), 1.0)
         return (fleet.state.history.levels - MIDDLE).tolist()
 
     assert played(1e9) == [0] * 14  # a network so small always has bytes enough
@@ -343,7 +344,7 @@ def test_the_moves_of_a_device_of_very_many_samples_are_coarse_and_mean_what_the
 
 
 def test_the_budget_is_a_share_of_fedavgs_bytes_and_six_kilobytes_at_least() -> None:
-    small, large = Course(model(M), 3, 20, 3), Course(model(mlp(300, 300, 10)), 3, 20, 3)
+    small, large = (network(Course(model(m), 3, 20, 3), None) for m in (M, mlp(300, 300, 10)))
     assert Lattice().allowed(small, 4.0) == 22 * 6144
     d = 300 * 300 + 300 + 300 * 10 + 10
     assert Lattice().allowed(large, 4.0) == pytest.approx(22 * 8 * d / 110)

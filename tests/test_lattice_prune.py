@@ -262,6 +262,20 @@ def test_the_smaller_network_has_twice_the_epochs_so_that_its_falling_rate_adds_
     assert 1 <= plans[1].rate * mean * plans[1].epochs / (plans[0].rate * plans[0].epochs) < 1.1
 
 
+def test_rounds_of_the_smaller_network_have_the_budget_of_its_size() -> None:
+    m = grouped(300, 400, 10)
+    course = Course(model(m), seed=3, rounds=20, cohort=3)
+    method = Lattice(prune=0.5, prune_after=6)
+    whole, small = network(course, None), network(course, choose(m, course.model.parameters, 0.5, {}))
+    assert small.part.size < 0.6 * whole.part.size
+    assert method.allowed(whole, 4.0) == pytest.approx(22 * 8 * whole.part.size / 110)
+    least = 6144  # what a small network may always take
+    assert method.allowed(small, 4.0) == pytest.approx(6 * 8 * whole.part.size / 110 + 16 * least)
+    assert method.model_copy(update={"budget": 20.0}).allowed(small, 4.0) == pytest.approx(
+        (6 * whole.part.size + 16 * small.part.size) * 8 / 20
+    )
+
+
 def test_the_guard_ends_at_the_pruning() -> None:
     fleet = Fleet(pruning(prune_after=2), THREE, m=M)
     for _ in range(5):

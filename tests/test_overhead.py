@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,17 @@ def test_a_benchmark_that_could_not_write_its_figures_does_not_begin(name: str, 
     module = importlib.import_module(f"edge_bench.{name}")
     with pytest.raises(ConfigError, match="there is no folder"):
         (module.bench if name == "codecs" else module.main)(json_file=tmp_path / "none" / "x.json")
+
+
+def test_lattice_is_measured_with_compiled_loops_and_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("numba")
+    from edge_bench import lattice_speed
+
+    monkeypatch.setattr(lattice_speed, "ROUNDS", 2)
+    monkeypatch.setattr(lattice_speed, "DEVICES", 2)
+    monkeypatch.setattr(lattice_speed, "TURNS", 1)
+    lattice_speed.main(json_file=tmp_path / "lattice.json")
+    figures = json.loads((tmp_path / "lattice.json").read_text())["figures"]
+    assert figures.keys() == {"with numba", "numpy alone"}
+    assert all(value > 0 for found in figures.values() for value in found.values())

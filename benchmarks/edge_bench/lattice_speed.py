@@ -126,7 +126,7 @@ def turn(compiled: bool) -> dict[str, float]:
     with ExitStack() as stack:
         if not compiled:
             for module in (arrivals, lattice_model):
-                stack.enter_context(mock.patch.object(module, "compiled", None))
+                stack.enter_context(mock.patch.object(module, "loops", return_value=None))
         folder = stack.enter_context(TemporaryDirectory())
         return {**federation(Path(folder) / "bundle"), **coder()}
 

@@ -243,7 +243,8 @@ class Lattice(Settings):
         statistics = state.statistics
         if len(statistics):
             statistics = lattice_statistics.nearest(statistics) + total.statistics.value
-        now = State(
+        now = replace(
+            state,
             counts=counts,
             steps=each,
             statistics=statistics,
@@ -253,16 +254,12 @@ class Lattice(Settings):
             round=round_,
             samples=(state.samples * state.reports + weight) / seen,
             reports=seen,
-            level=state.level,
-            coarser=state.coarser,
             lowest=min(state.lowest, state.cell),
-            spent=state.spent,
             bad=bad,
             away=state.away + total.away,
             again=state.again + total.again,
             residual=residual,
             velocity=velocity,
-            units=state.units,
         )
         if round_ < course.rounds:
             now = self.levelled(course, round_, now, total)
@@ -277,7 +274,8 @@ class Lattice(Settings):
         if like and free and lattice_levels.settled(state, like):
             each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
             apart = lattice_levels.apart(state)
-            need = (course.rounds - round_ + apart) * each / max(each, self.allowed(course, apart) - state.spent)
+            left = self.allowed(network(course, state.units), apart) - state.spent
+            need = (course.rounds - round_ + apart) * each / max(each, left)
             state = lattice_levels.raised(state, need, course.rounds, self.top) if need > 1 else state
         if state.bad >= BAD_ROUNDS and state.level > 0:
             state = replace(state, level=state.level - 1, bad=0)

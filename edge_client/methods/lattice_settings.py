@@ -71,7 +71,7 @@ class Settings(LocalSgd):
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         whole = ("a larger prune",) if self.prune is not None else ()
         finer = ("a smaller quantum",) if self.quantum > QUANTUM else ()
-        binding = self.budget > 1 and self.top > MIDDLE and (model is None or self.share(model) > LEAST)
+        binding = self.budget > 1 and self.top > MIDDLE and (model is None or self.round_budget(model) > LEAST)
         return ("lr", MORE_EPOCHS, *whole, *finer, *(("budget = 1, for more bytes",) if binding else ()))
 
     def unit(self, course: Course, each: F32) -> F32:
@@ -92,13 +92,19 @@ class Settings(LocalSgd):
         """The number of rounds whose mean is the final model."""
         return min(lattice_grid.HISTORY, window(self.average, course.rounds))
 
-    def share(self, model: Model) -> float:
+    def round_budget(self, model: Model) -> float:
         """FedAvg's bytes of a device and round, divided by `budget`."""
         return 8 * (grid(model.manifest).size + self.buffers(model)) / self.budget
 
-    def allowed(self, course: Course, deliveries: float) -> float:
-        """Coded bytes that a device may send and receive in all rounds and, so often, after the last one."""
-        return (course.rounds + deliveries / 2) * max(self.share(course.model), LEAST)
+    def allowed(self, net: Network, deliveries: float) -> float:
+        """Coded bytes that a device may send and receive in all rounds and, so often, after the last one.
+
+        A smaller network has the budget of its own size, from the first round that trained it.
+        """
+        before = 0 if net.units is None else self.prune_after
+        after = net.course.rounds - before + deliveries / 2
+        whole, now = (max(self.round_budget(model), LEAST) for model in (net.origin.model, net.model))
+        return before * whole + after * now
 
     def guarded(self, net: Network) -> bool:
         """Whether devices compare this network with the bundle's."""
