@@ -12,7 +12,7 @@ import pytest
 from edge_bench import data_cli, own_data
 from edge_bench.data_table import DataConfig
 from edge_bench.datasets import divide, divided, load, read, write
-from edge_bench.own_data import Fleet
+from edge_bench.own_data import DeviceFiles
 from edge_bench.simulation_file import find_bundle, open_simulation, read_config
 from edge_bench.sources import Samples
 from PIL import Image
@@ -117,7 +117,7 @@ def test_sixteen_bits_a_pixel_and_turned_photographs_come_out_right(tmp_path: Pa
     (tmp_path / "a").mkdir()
     Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(tmp_path / "a" / "0.png")
     s = read(DataConfig(name="images", path=tmp_path))
-    assert not isinstance(s, Fleet)
+    assert not isinstance(s, DeviceFiles)
     assert np.allclose(s.samples(np.arange(1)), 0x80 / 255)
     turned = Image.new("L", (2, 1), 0)
     turned.putpixel((0, 0), 255)
@@ -125,7 +125,7 @@ def test_sixteen_bits_a_pixel_and_turned_photographs_come_out_right(tmp_path: Pa
     exif[0x0112] = 6  # to be turned by a quarter
     turned.save(tmp_path / "a" / "0.png", exif=exif)
     s = read(DataConfig(name="images", path=tmp_path, size=(2, 1)))
-    assert not isinstance(s, Fleet)
+    assert not isinstance(s, DeviceFiles)
     assert s.samples(np.arange(1))[0, 0].tolist() == [[1], [0]]
 
 
@@ -138,7 +138,7 @@ def test_files_are_opened_only_for_the_samples_in_use(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1\d\.png is not a readable image.*remove or replace"):
         load(whole, 0, manifest((3, 4, 6), 2))
     s = read(whole)
-    assert not isinstance(s, Fleet)
+    assert not isinstance(s, DeviceFiles)
     assert s.samples(np.arange(5)).shape == (5, 3, 4, 6)
 
 
@@ -195,7 +195,7 @@ def test_a_saved_data_set_is_read_by_its_columns_with_its_own_test_split_and_nam
     datasets.DatasetDict({"train": rows(40), "test": rows(12)}).save_to_disk(tmp_path / "set")
     config = DataConfig(name="hf", path=tmp_path / "set", owner="who")
     s = read(config, (1, 5, 5))
-    assert not isinstance(s, Fleet)
+    assert not isinstance(s, DeviceFiles)
     assert s.classes == ("cat", "dog")
     assert s.published is not None
     assert s.published.sum() == 12
@@ -214,7 +214,7 @@ def test_parquet_files_with_lists_of_numbers_and_labels_in_words(tmp_path: Path)
     datasets.Dataset.from_dict(table).to_parquet(tmp_path / "train-00000-of-00001.parquet")
     datasets.Dataset.from_dict({k: v[:20] for k, v in table.items()}).to_parquet(tmp_path / "test-0.parquet")
     s = read(DataConfig(name="hf", path=tmp_path))
-    assert not isinstance(s, Fleet)
+    assert not isinstance(s, DeviceFiles)
     assert (s.x.shape, s.x.dtype, s.classes) == ((80, 2), np.float32, ("down", "up"))
     assert s.published is not None
     assert s.published[-20:].all()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_bench import own_model, simulate_cli
-from edge_bench.own_data import Fleet
+from edge_bench.own_data import DeviceFiles
 from edge_bench.own_model import ExportConfig, command, open_module, settings, sources
 from edge_bench.simulation_file import find_bundle, read_config
 from edge_bench.sources import Samples
@@ -49,7 +49,7 @@ def test_what_the_table_leaves_out_the_data_say() -> None:
     assert (found["shape"], found["dtype"], found["target"]) == ((1, 4, 4), "float32", {"kind": "classification"})
     tokens = settings(ExportConfig(classes=9), samples(7, dtype=np.int64, y=np.zeros((6, 7), np.int64)))
     assert (tokens["shape"], tokens["dtype"], tokens["target"]) == ((7,), "int64", {"kind": "sequence", "classes": 9})
-    fleet = Fleet({"a": DataFile("a", {"x": np.zeros((5, 2)), "y": np.zeros(5)})})
+    fleet = DeviceFiles({"a": DataFile("a", {"x": np.zeros((5, 2)), "y": np.zeros(5)})})
     assert settings(ExportConfig(), fleet)["target"] == {"kind": "regression"}
     assert settings(ExportConfig(input=(4, 4)), samples(16))["shape"] == (4, 4)
 

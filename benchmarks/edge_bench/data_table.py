@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from edge_bench import images, own_data, sources
-from edge_bench.own_data import Fleet
+from edge_bench.own_data import DeviceFiles
 from edge_bench.partition import FEWEST
 from edge_bench.sources import Samples, find
 from edge_client.errors import ConfigError, suggestion
@@ -34,7 +34,7 @@ class Source:
     already, so a bundle's normalisation does not apply.
     """
 
-    read: Callable[[DataConfig, Shape], Samples | Fleet]
+    read: Callable[[DataConfig, Shape], Samples | DeviceFiles]
     keys: frozenset[str] = frozenset({"path"})
     maker: str = "device"
     dependent: str = ""
@@ -193,13 +193,13 @@ def _here(config: DataConfig) -> Path:
     return config.path
 
 
-def _python(config: DataConfig, shape: Shape) -> Samples | Fleet:
+def _python(config: DataConfig, shape: Shape) -> Samples | DeviceFiles:
     if config.factory is None:
         raise ConfigError('data set "python" needs `factory`, such as "my_data.py:load"')
     return own_data.call(config.factory, config.arguments)
 
 
-def _installed(config: DataConfig, shape: Shape) -> Samples | Fleet:
+def _installed(config: DataConfig, shape: Shape) -> Samples | DeviceFiles:
     return own_data.installed(config.name, config.arguments)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edge_bench import own_data, partition, scaling
 from edge_bench.data_table import DataConfig, Shape, source
-from edge_bench.own_data import Fleet
+from edge_bench.own_data import DeviceFiles
 from edge_bench.partition import FEWEST, Rows, Share
 from edge_bench.sources import Samples
 from edge_client.bundle import Manifest, Normalisation
@@ -43,7 +43,7 @@ class Divided:
     normalisation: Normalisation | None = None
 
 
-def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
+def read(config: DataConfig, shape: Shape = None) -> Samples | DeviceFiles:
     """All samples of a data set whose class is in `labels`, for a model whose input has `shape`.
 
     Raises DataError or ConfigError.
@@ -52,7 +52,7 @@ def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
     if config.name == "hf" and isinstance(s, Samples) and s.decode is None:
         for key in sorted({"size", "colour", "mean", "deviation"} & config.model_fields_set):
             raise ConfigError(f"[data] {key} is for images, and {config.called} holds numbers; leave it out")
-    if config.labels is None or isinstance(s, Fleet):
+    if config.labels is None or isinstance(s, DeviceFiles):
         return s
     y = _classes(config, s)
     if missing := sorted(set(config.labels) - set(np.unique(y).tolist())):
@@ -67,7 +67,7 @@ def read(config: DataConfig, shape: Shape = None) -> Samples | Fleet:
 def undivided(config: DataConfig) -> Samples:
     """`read` for a data set that is not divided yet. Raises DataError for one with a file for each device."""
     found = read(config)
-    if isinstance(found, Fleet):
+    if isinstance(found, DeviceFiles):
         raise DataError(f"{config.called} is divided over devices already")
     return found
 
@@ -182,13 +182,13 @@ def _parts(
 
 
 def load(
-    config: DataConfig, seed: int, manifest: Manifest, found: Samples | Fleet | None = None
+    config: DataConfig, seed: int, manifest: Manifest, found: Samples | DeviceFiles | None = None
 ) -> dict[str, DeviceData]:
     """Every device's data by its name. Raises as `divided` does."""
     return divided(config, seed, manifest, found).devices
 
 
-def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | Fleet | None = None) -> Divided:
+def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | DeviceFiles | None = None) -> Divided:
     """Every device's data in the shape and dtype of the bundle's input; `found` is what `read` gave.
 
     Raw samples are normalised as the bundle says, as a device does it, or as the table says.
@@ -205,7 +205,7 @@ def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | 
         )
     if found is None:
         found = read(config, manifest.input.shape)
-    if isinstance(found, Fleet):
+    if isinstance(found, DeviceFiles):
         return _fitted(config, found, seed, manifest)
     manifest.target.check(found.y, config.called)  # here errors name a sample by its place in the whole
     s, shares = divide(config, seed, found)
@@ -248,7 +248,7 @@ def _sides(config: DataConfig, share: Share, unit: NDArray[np.int64], seed: int,
     return trained, validated, reported
 
 
-def _fitted(config: DataConfig, fleet: Fleet, seed: int, manifest: Manifest) -> Divided:
+def _fitted(config: DataConfig, fleet: DeviceFiles, seed: int, manifest: Manifest) -> Divided:
     """Each device's own file, split as a real device of a federation with the same seed splits it."""
     for key in ("split", "samples", "labels", "validation"):
         if key in config.model_fields_set:

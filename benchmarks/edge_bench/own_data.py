@@ -1,7 +1,7 @@
 """A user's own data: arrays of a file, of a Python function or of another package, a Hugging Face data set.
 
-What is read is either one data set (`Samples`), which is then divided over devices, or, as `Fleet`, what each device
-has: the arrays of the .npz file that `maskfleet join --data` reads there. docs/data.md describes the forms.
+What is read is either one data set (`Samples`), which is then divided over devices, or what each device has
+(`DeviceFiles`): the arrays of the .npz file that `maskfleet join --data` reads there. docs/data.md describes the forms.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAME = TypeAdapter(Name)
 
 
 @dataclass(frozen=True)
-class Fleet:
+class DeviceFiles:
     """What each device has, by its name, as in the file that it would join with."""
 
     devices: Mapping[str, DataFile]
@@ -56,20 +56,20 @@ def check_name(name: str, what: str) -> None:
         ) from None
 
 
-def _fleet(devices: Mapping[str, DataFile], what: str) -> Fleet:
+def _files(devices: Mapping[str, DataFile], what: str) -> DeviceFiles:
     """Each device's arrays. Raises DataError when the names are those of splits."""
     if len(devices) > 1 and {name.lower() for name in devices} <= SPLITS:
         raise DataError(
             f"{what} has {', '.join(devices)}, which name parts of one data set and no devices; put all samples into "
             "one x and y, and mark test samples by `is_test`"
         )
-    return Fleet(devices)
+    return DeviceFiles(devices)
 
 
 # --- .npz
 
 
-def read_npz(path: Path) -> Samples | Fleet:
+def read_npz(path: Path) -> Samples | DeviceFiles:
     """One file for all devices, or a folder with a file for each, called DEVICE.npz. Raises DataError."""
     if not path.is_dir():
         return whole(read_file(path).arrays, str(path))
@@ -78,7 +78,7 @@ def read_npz(path: Path) -> Samples | Fleet:
         raise DataError(f"the folder {path} holds no .npz file; name a file, or put DEVICE.npz files there")
     for file in files:
         check_name(file.stem, str(file))
-    return _fleet({file.stem: _of_a_device(read_file(file).arrays, str(file)) for file in files}, f"the folder {path}")
+    return _files({file.stem: _of_a_device(read_file(file).arrays, str(file)) for file in files}, f"the folder {path}")
 
 
 def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
@@ -139,7 +139,7 @@ def _of_a_device(arrays: Mapping[str, NDArray[Any]], what: str) -> DataFile:
 # --- Python
 
 
-def call(place: str, arguments: Mapping[str, Any]) -> Samples | Fleet:
+def call(place: str, arguments: Mapping[str, Any]) -> Samples | DeviceFiles:
     """What the user's function returns. Raises ConfigError, DataError, or AuthorError for its own exceptions."""
     return returned(authored.load(place, FACTORY), place, arguments)
 
@@ -149,7 +149,7 @@ def others() -> list[str]:
     return sorted(e.name for e in entry_points(group=GROUP))
 
 
-def installed(name: str, arguments: Mapping[str, Any]) -> Samples | Fleet:
+def installed(name: str, arguments: Mapping[str, Any]) -> Samples | DeviceFiles:
     """The data set of another package. Raises as `call` does."""
     (entry,) = entry_points(group=GROUP, name=name)
     with authored.theirs(f"data set {name!r} ({entry.value})"):
@@ -157,7 +157,7 @@ def installed(name: str, arguments: Mapping[str, Any]) -> Samples | Fleet:
     return returned(factory, f"data set {name!r}", arguments)
 
 
-def returned(factory: Callable[..., Any], place: str, arguments: Mapping[str, Any]) -> Samples | Fleet:
+def returned(factory: Callable[..., Any], place: str, arguments: Mapping[str, Any]) -> Samples | DeviceFiles:
     """The data set that the function returns, checked."""
     try:
         inspect.signature(factory).bind(**arguments)
@@ -177,7 +177,7 @@ def returned(factory: Callable[..., Any], place: str, arguments: Mapping[str, An
             check_name(str(name), place)
             what = f"{place}, device {str(name)!r}"
             devices[str(name)] = _of_a_device(_arrays(arrays, what), what)
-        return _fleet(devices, place)
+        return _files(devices, place)
     if not {"x", "y"} <= made.keys():
         raise DataError(f"{place} returned a mapping with the keys {list(made)[:5]}; return {RETURNS}")
     return whole(_arrays(made, place), place)

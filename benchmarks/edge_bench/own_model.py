@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from edge_bench.bundles import into_cache, recipe
-from edge_bench.own_data import Fleet
+from edge_bench.own_data import DeviceFiles
 from edge_bench.sources import Samples
 from edge_client.bundle import MANIFEST, Between, Bundle, ClassNames, Normalisation
 from edge_client.errors import ConfigError, DataError, ModelError
@@ -55,9 +55,9 @@ class ExportConfig(BaseModel):
     """The lowest and the highest value of samples that go through nothing."""
 
 
-def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
+def settings(table: ExportConfig, data: Samples | DeviceFiles) -> dict[str, Any]:
     """The arguments of an export: shape, dtype, target, seed, init, class names, normalisation, scale."""
-    if isinstance(data, Fleet):
+    if isinstance(data, DeviceFiles):
         arrays = next(iter(data.devices.values())).arrays
         x, y = arrays["x"][:1], arrays["y"]
     else:
@@ -84,7 +84,7 @@ def settings(table: ExportConfig, data: Samples | Fleet) -> dict[str, Any]:
 
 
 def open_module(
-    place: str, table: ExportConfig, data: Samples | Fleet, torch_part: bool = False, cache: Path | None = None
+    place: str, table: ExportConfig, data: Samples | DeviceFiles, torch_part: bool = False, cache: Path | None = None
 ) -> Bundle:
     """The bundle of the module that the function at `place` builds, for these data.
 
@@ -94,7 +94,7 @@ def open_module(
     if not file.is_file():
         raise ConfigError(f"bundle = {place!r}: there is no file {file.resolve()}")
     arguments = {**settings(table, data), "torch_part": torch_part}
-    in_data = () if isinstance(data, Fleet) else data.classes
+    in_data = () if isinstance(data, DeviceFiles) else data.classes
     if in_data != table.class_names and sorted(in_data) == sorted(table.class_names):
         raise ConfigError(f"[export] class_names: the data number their classes {', '.join(in_data)}; leave it out")
     function = place.rpartition(":")[2]

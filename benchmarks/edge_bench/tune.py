@@ -23,11 +23,11 @@ from edge_kernels import counter
 
 from edge_bench import provenance, report, toml_text
 from edge_bench.bundles import NAMES
-from edge_bench.command_line import check_writable, names_of, plain_console, write_json
+from edge_bench.command_line import check_writable, plain_console, write_json
 from edge_bench.curves import amount, mean, shown
 from edge_bench.progress import PAUSE, Steps
 from edge_bench.simulate import RoundRow, run_all
-from edge_bench.simulation_file import SimulationConfig, prepare, read_config
+from edge_bench.simulation_file import SimulationConfig, prepare, read_simulation
 from edge_client import toml
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
@@ -209,22 +209,15 @@ def best(trials: Sequence[Trial], most_bytes: float | None = None) -> Trial:
 def open_plan(
     file: Path, methods: str | None, trials: int, seed: int | None, most_bytes: float | None
 ) -> tuple[Plan, dict[str, Any]]:
-    """The plan of a simulation's TOML file, and the file's table with the tuned methods alone.
+    """The plan of a simulation's TOML file, and the file's table.
 
     Raises ConfigError, BundleError or DataError.
     """
-    content = toml.read(file)
-    tables = content.get("methods", {})
-    if methods is not None and isinstance(tables, Mapping):
-        content["methods"] = {label: tables.get(label, {}) for label in names_of(methods, "--method")}
-    data = content.get("data", {})
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{file} has no table [data]")
-    config = read_config({**content, "data": {**data, "evaluate": "validation"}}, file.parent)
-    for label, table in config.methods.items():  # a wrong name fails before data are read
-        make_method({"name": label, **table})
+    config = read_simulation(file, methods=methods)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"evaluate": "validation"})})
     bundle, data = prepare(config)
-    return Plan(config, bundle, data.devices, trials, config.seed if seed is None else seed, most_bytes), content
+    plan = Plan(config, bundle, data.devices, trials, config.seed if seed is None else seed, most_bytes)
+    return plan, toml.read(file)
 
 
 def read_size(text: str | None) -> float | None:
@@ -240,7 +233,7 @@ def read_size(text: str | None) -> float | None:
 
 def tuned_toml(content: Mapping[str, Any], plan: Plan, found: Mapping[str, Trial], out: Path, file: Path) -> str:
     """The file with the best settings. Its paths stay relative when it lies beside the file that was tuned."""
-    tables = {label: {**content["methods"][label], **found[label].settings} for label in found}
+    tables = {label: {**plan.config.methods[label], **found[label].settings} for label in found}
     table: dict[str, Any] = {**content, "methods": tables}
     if out.resolve().parent != file.resolve().parent:
         moved = plan.config.data.model_dump(mode="json", include=set(content["data"]))

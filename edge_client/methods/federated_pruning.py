@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -88,8 +88,6 @@ class FederatedPruning(LocalSgd):
     """Share of each group's units that devices train, at least one."""
     every: Annotated[int, Field(ge=1)] = 10
     """Rounds from one choice to the next (the paper's s)."""
-    by: Literal["norm"] = "norm"
-    """What ranks units: the norm of their weights."""
     up: ValueCodecName = PLAIN
     feedback: Feedback = False
 

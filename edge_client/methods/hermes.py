@@ -12,9 +12,9 @@ network: a removed unit is gone, with its bias, its batch-norm row and its slice
 - Batch-norm statistics stay on the device.
 
 Where the paper leaves a choice (docs/methods/hermes.md): the ratio of live parameters falls by `rate` a step until it
-is at most `target`, the last step not further than that (1, 5); units are removed by L2 norm, the same share of each
-layer, never of the last (4); a parameter becomes the mean over the round's devices that have it, whose weights are
-equal, and stays when none has (3). There is one global tensor: a cached one for each device was 12 points worse.
+is at most `target`, the last step not further than that; units are removed by L2 norm, the same share of each
+layer, never of the last; a parameter becomes the mean over the round's devices that have it, whose weights are
+equal, and stays when none has. There is one global tensor, not one for each device.
 """
 
 from __future__ import annotations

@@ -70,10 +70,10 @@ from edge_client.methods.lattice_prune import check, pruned
 from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_train import train
 from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update
-from edge_client.methods.lattice_wire import MOST_MOVE, UpHead, packed, read_moves
+from edge_client.methods.lattice_wire import MOST_MOVE, UpHead, read_moves
 from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
-from edge_client.protocol.payload import Arrays, Payload, allow_only, count, u8, vector
+from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, count, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 BAD_ROUNDS = 2  # in a row that halve the steps
@@ -145,7 +145,7 @@ class Lattice(Settings):
         net, first = network(a.course, state.units), () if state.reports else ("rms",)
         allow_only(payload, MOVES, STATISTICS, *first)
         a = net.assignment(a)
-        data = packed(payload, MOVES)
+        data = bytes_of(payload, MOVES)
         samples = count(payload, "samples", MAX_SAMPLES)
         higher = extra_levels(samples, state.samples) if state.reports else 0
         gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level + higher))

@@ -18,8 +18,8 @@ from edge_client.methods.lattice_grid import MIDDLE, Counts, sizes, spans
 from edge_client.methods.lattice_network import Network, network
 from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_values import Kept, Received, Record, State, cut
-from edge_client.methods.lattice_wire import DownHead, down_head, packed, read_counts, stale
-from edge_client.protocol.payload import Arrays, Payload, allow_only, u8, vector
+from edge_client.methods.lattice_wire import DownHead, down_head, read_counts, stale
+from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, u8, vector
 from edge_client.task import Assignment, Course
 
 CHANGE, STEPS, UNITS, STATISTICS, REPORTS = "change", "steps", "units", lattice_statistics.NAME, "reports"
@@ -99,7 +99,7 @@ def read(settings: Settings, a: Assignment, kept: Kept | None, downlink: Payload
     if first:
         zeros, none = np.zeros(net.part.size, np.int32), np.zeros(len(net.part.blocks), np.float32)
         return Received(net, zeros, none, MIDDLE, 0.0, own, net.model.parameters)
-    head, data = down_head(packed(downlink, CHANGE))
+    head, data = down_head(bytes_of(downlink, CHANGE))
     base = a.round - head.missed if head.missed else 1
     if not head.missed:
         each, held = vector(downlink, STEPS, len(net.part.blocks)), np.zeros(net.part.size, np.int32)

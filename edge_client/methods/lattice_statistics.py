@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods.lattice_grid import Counts
-from edge_client.methods.lattice_wire import packed
-from edge_client.protocol.payload import Payload, u8
+from edge_client.protocol.payload import Payload, bytes_of, u8
 from edge_client.task import Assignment
 
 Share: TypeAlias = "float | NDArray[np.float64]"
@@ -69,7 +68,7 @@ def read(payload: Payload, before: Counts) -> Counts:
     if not before.size and NAME not in payload.arrays:
         return before
     try:
-        moved = lattice.decode(packed(payload, NAME), _known(before.size))
+        moved = lattice.decode(bytes_of(payload, NAME), _known(before.size))
     except CodecError as error:
         raise PayloadError(f"the statistics cannot be decoded: {error}") from None
     now = before + moved.astype(np.int64)

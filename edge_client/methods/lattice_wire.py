@@ -14,7 +14,6 @@ from edge_kernels.lattice_model import Known
 
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods.lattice_grid import HIGHEST, Counts
-from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 
 MOST_MOVE = (1 << 15) - 1  # of a device's number
@@ -105,14 +104,6 @@ def read_counts(
     if bits.checksum([counts, statistics]) != head.crc:
         raise fault(a, base, "counts and statistics do not match their checksum")
     return counts
-
-
-def packed(payload: Payload, name: str) -> bytes:
-    """The bytes of the array `name`. Raises PayloadError."""
-    found = payload.arrays.get(name)
-    if found is None or found.dtype != np.uint8 or found.ndim != 1:
-        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r}, uint8[n], was due")
-    return found.tobytes()
 
 
 def stale(a: Assignment, why: str) -> LostError:

@@ -79,8 +79,8 @@ def whole(manifest: Manifest) -> Units:
     """Every unit. Raises ConfigError for a model without channel groups."""
     if not manifest.groups:
         raise ConfigError(
-            f"model {manifest.name!r} has no channel groups, so no unit can be pruned; choose a model with linear "
-            "layers or convolutions one after the other, or another method"
+            f"model {manifest.name!r} has no channel groups, so no unit can be pruned; choose a model for which "
+            "`maskfleet bundle inspect` lists groups, or another method"
         )
     return chosen(manifest, {})
 

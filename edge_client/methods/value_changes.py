@@ -66,7 +66,11 @@ class Uplink:
     def send(
         self, a: Assignment, name: str, trained: F32, received: F32, fixed: Bits, residual: F32 | None = None
     ) -> tuple[Arrays, F32 | None]:
-        """The trained values under `name`, or their change; the new residual as in `send_change`."""
+        """The arrays of an update, and the new residual float32[n], None without feedback.
+
+        `trained`, `received` and `residual` are float32[n]; `fixed` is bool[n], True where no device trains. Without a
+        codec the trained values travel under `name`. Raises DivergedError as `send_change` does.
+        """
         if self.whole:
             return {name: trained}, None
         return self.send_change(a, trained - received, fixed, residual)
@@ -74,7 +78,9 @@ class Uplink:
     def send_change(
         self, a: Assignment, change: F32, fixed: Bits, residual: F32 | None = None
     ) -> tuple[Arrays, F32 | None]:
-        """A change in the codec, and with `feedback` what is left of it. A device without its residual starts at 0.
+        """A change float32[n] in the codec, and with `feedback` the new residual: what the codec lost.
+
+        `fixed` is bool[n], True where no device trains. A device without its residual float32[n] starts at 0.
 
         Raises DivergedError for a change that the codec cannot hold.
         """
@@ -93,13 +99,17 @@ class Uplink:
     # --- server half
 
     def read(self, a: Assignment, name: str, payload: Payload, own: F32, fixed: Bits, *others: str) -> F32:
-        """The trained values; the server's before are `own`, `others` are further arrays. Raises PayloadError."""
+        """The trained values, float32[n].
+
+        `own` float32[n] are the server's values before, `fixed` bool[n] is True where no device trains, `others` are
+        further arrays that the payload may hold. Raises PayloadError.
+        """
         if self.whole:
             return unpacked(payload, name, PLAIN, own.size, 0, others)
         return applied(own, self.read_change(a, payload, fixed, *others))
 
     def read_change(self, a: Assignment, payload: Payload, fixed: Bits, *others: str) -> F32:
-        """The change of as many values as `fixed` has bits. Raises PayloadError."""
+        """The change, float32[n], 0 where `fixed` bool[n] is True if a codec was used. Raises PayloadError."""
         change = unpacked(payload, "change", self.codec, fixed.size, update_stream(a), others, self.ends)
         return change if self.codec == PLAIN else np.where(fixed, np.float32(0), change)
 

@@ -83,14 +83,21 @@ def allow_only(payload: Payload, *names: str) -> None:
         raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; only {sorted(names)} are used here")
 
 
-def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
-    """The bytes of the array `name`, uint8[n]; beside it only `others` are allowed. Raises PayloadError."""
+def bytes_of(payload: Payload, name: str) -> bytes:
+    """The bytes of the array `name`, uint8[n]. Raises PayloadError."""
     data = payload.arrays.get(name)
-    if data is None or set(payload.arrays) - {name, *others}:
+    if data is None:
         raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r} was due")
     if data.dtype != np.uint8 or data.ndim != 1:
         raise PayloadError(f"array {name!r} is {data.dtype}{list(data.shape)}; a codec's bytes are uint8[n]")
     return data.tobytes()
+
+
+def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
+    """`bytes_of`; beside this array only `others` are allowed."""
+    if set(payload.arrays) - {name, *others}:
+        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r} was due")
+    return bytes_of(payload, name)
 
 
 def u8(data: bytes) -> NDArray[np.uint8]:
