@@ -68,7 +68,10 @@ def said(limited: int) -> str | None:
     if not limited:
         return None
     updates = "an update" if limited == 1 else f"{limited} updates"
-    return f'the guard limited {updates} far beyond the others of the round; guard = "none" counts each as it is'
+    return (
+        f"the guard limited {updates} far beyond the others of the round, as happens with uneven data; "
+        'guard = "none" counts each as it is'
+    )
 
 
 def capped(weights: Sequence[int]) -> list[float]:

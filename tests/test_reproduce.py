@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from edge_bench import reproduce as command
 from edge_bench import reproduction, results_page
 from edge_bench.reproduce import reproduce, summary
@@ -17,6 +18,7 @@ from edge_bench.reproduction import cells, merged, parse
 from edge_bench.stored_runs import known
 
 from edge_client.errors import ConfigError
+from edge_client.exit_codes import ExitCode
 from edge_client.methods.fedavg import FedAvg
 
 TINY = """
@@ -190,8 +192,9 @@ def test_an_interrupted_run_goes_on_where_it_was_and_changed_settings_run_again(
         return real(cell, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(command, "run_cell", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(typer.Exit) as stopped:
         reproduce("tiny", out=out)
+    assert stopped.value.exit_code == ExitCode.INTERRUPTED
     assert len(known(out)) == 2
     reproduce("tiny", out=out)
     assert ran == ["digits/fedavg/0", "digits/fast/0", "digits/fedavg/1", "digits/fedavg/1", "digits/fast/1"]

@@ -29,6 +29,7 @@ from edge_bench.stored_runs import RESULT, Run, known, stored
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.exit_codes import ExitCode
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The committed results of a checkout; an installed package has none."""
@@ -249,28 +250,32 @@ def reproduce(
     bundles = dict[str, Bundle]()
     console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
     data: tuple[Any, dict[str, DeviceData]] = (None, {})
-    with Steps(console, sum(cell.config.rounds for cell in owed.values()), PAUSE) as steps:
-        for sha, cell in owed.items():
-            config = cell.config.model_copy(update={"processes": processes})
-            try:
-                bundle = bundles.get(config.bundle) or find_bundle(config.bundle)
-                bundles[config.bundle] = bundle
-                if data[0] != (cell.task, config.seed):
-                    devices = datasets.load(config.data, config.seed, bundle.manifest)
-                    data = (cell.task, config.seed), devices
-                run = run_cell(Cell(cell.task, cell.label, config), bundle, data[1], steps, r.small)
-            except MaskfleetError as error:
-                failures[cell.name] = str(error)
-                steps.say(f"{cell.name} failed: {error}")
-                continue
-            run |= {"cell": sha, "validation": validation}
-            if validation:
-                run = {k: v for k, v in run.items() if k not in ("rounds", "curve")}
-            write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
-            done[sha] = run
-            steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
-            for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}, model=bundle.model()):
-                steps.say(warning)
+    try:
+        with Steps(console, sum(cell.config.rounds for cell in owed.values()), PAUSE) as steps:
+            for sha, cell in owed.items():
+                config = cell.config.model_copy(update={"processes": processes})
+                try:
+                    bundle = bundles.get(config.bundle) or find_bundle(config.bundle)
+                    bundles[config.bundle] = bundle
+                    if data[0] != (cell.task, config.seed):
+                        devices = datasets.load(config.data, config.seed, bundle.manifest)
+                        data = (cell.task, config.seed), devices
+                    run = run_cell(Cell(cell.task, cell.label, config), bundle, data[1], steps, r.small)
+                except MaskfleetError as error:
+                    failures[cell.name] = str(error)
+                    steps.say(f"{cell.name} failed: {error}")
+                    continue
+                run |= {"cell": sha, "validation": validation}
+                if validation:
+                    run = {k: v for k, v in run.items() if k not in ("rounds", "curve")}
+                write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
+                done[sha] = run
+                steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
+                for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}, model=bundle.model()):
+                    steps.say(warning)
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on: cells that ended are kept, the one under way begins anew")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     finish(name, r, folder, done, full)
     if validation:
         for cell, sha in keyed.values():

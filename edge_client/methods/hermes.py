@@ -147,7 +147,7 @@ class Hermes(LocalSgd):
             return None
         return (
             f"nothing was pruned: no validation score was above threshold = {self.threshold:g}, and it is 0 without "
-            "validation samples; give devices some, or lower threshold"
+            "validation samples; give devices some (validation = 0.2 under [data] of a simulation), or lower threshold"
         )
 
     def exchanged(self, model: Model) -> int:
