@@ -6,7 +6,6 @@ The tests compare the fast codecs with them. A port to another language can star
 from __future__ import annotations
 
 import hashlib
-import itertools
 import struct
 from collections.abc import Callable, Sequence
 
@@ -114,15 +113,8 @@ def entropy(data: bytes, d: int, contexts: Sequence[int] | None = None) -> list[
     if mode == 15 or contexts is None:
         members = [list(range(d))] if d else []
     else:
-        merged = [c >> mode % 16 for c in contexts]
-        present = sorted(set(merged))
-        numbers = list(range(len(present)))
-        if mode & 16:
-            numbers = list(itertools.accumulate(unzigzag(bits.unary()) for _ in present))
-        class_of = dict(zip(present, numbers, strict=True))
-        members = [[] for _ in range(max(numbers, default=-1) + 1)]
-        for i, context in enumerate(merged):
-            members[class_of[context]].append(i)
+        merged = [c >> mode for c in contexts]
+        members = [[i for i, c in enumerate(merged) if c == context] for context in sorted(set(merged))]
     sizes, flips = [len(mine) for mine in members], list[int]()
     offset = bits.planes([2])[0] if sizes else 0
     while len(flips) < len(sizes):

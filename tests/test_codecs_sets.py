@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from edge_bench.testing import check_codec
 from edge_kernels import codecs, counter
-from edge_kernels.codecs import CodecError, auto, classes, entropy, rans
+from edge_kernels.codecs import CodecError, auto, classes, describe, entropy, rans
 from edge_kernels.coupling import coupling_contexts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,13 +120,18 @@ def test_the_plain_reader_agrees_on_payloads_with_classes_and_many_lanes() -> No
     mask = counter.uniform(4, d) < np.array([0.001, 0.05, 0.4, 0.97])[contexts]
     payload = codecs.encode("entropy", mask, d, contexts)
     assert payload[0] == 0  # every context is a class
-    mixed = np.array([5, 0, 3, 6, 1, 7, 2, 4] * (d // 8), np.uint8)
-    mask = counter.uniform(5, d) < np.array([0.01, 0.3, 0.01, 0.3, 0.01, 0.01, 0.3, 0.3])[mixed]
-    listed = codecs.encode("entropy", mask, d, mixed)
-    assert listed[0] == 16  # two classes
-    assert codec_readers.entropy(listed, d, mixed.tolist()) == np.flatnonzero(mask).tolist()
-    mask = counter.uniform(4, d) < np.array([0.001, 0.05, 0.4, 0.97])[contexts]
     assert codec_readers.entropy(payload, d, contexts.tolist()) == np.flatnonzero(mask).tolist()
+    finer = contexts * np.uint8(4) + (np.arange(d) % 4).astype(np.uint8)
+    merged = codecs.encode("entropy", mask, d, finer)
+    assert merged == bytes([2]) + payload[1:]  # four neighbours are a class
+    assert codec_readers.entropy(merged, d, finer.tolist()) == np.flatnonzero(mask).tolist()
+
+
+@pytest.mark.parametrize("mode", [0, 11, 15])
+def test_a_payload_of_no_positions_is_its_mode(mode: int) -> None:
+    none = np.zeros(0, np.uint8)
+    assert codecs.decode("entropy", bytes([mode]), 0, none).tolist() == []
+    assert codec_readers.entropy(bytes([mode]), 0, []) == []
 
 
 def test_sets_across_block_and_tile_borders_come_back() -> None:
@@ -167,7 +172,7 @@ def test_coupled_samples_cost_about_their_conditional_entropy() -> None:
     payload = codecs.encode("entropy", mask, d, contexts)
     assert np.array_equal(codecs.decode_mask("entropy", payload, d, contexts), mask)
     bound = entropy_of(mask, contexts) / 8
-    assert len(payload) <= 1.01 * bound + 64  # classes and their flip counts
+    assert len(payload) <= 1.01 * bound + 128  # the flip counts of 168 contexts
     assert len(payload) < 0.75 * entropy_of(mask) / 8
 
 
@@ -211,11 +216,11 @@ def test_flip_counts_come_back_from_their_differences_to_the_predictions(
 ) -> None:
     sizes = np.array([size for size, _ in groups], np.int64)
     flips = np.array([int(size * rate) for size, rate in groups], np.int64)
-    header = classes.header(0, np.arange(len(groups), dtype=np.uint16), sizes, flips)
+    written = classes.count_bits(sizes, flips)
     more = np.array([tail >> i & 1 for i in range(32)], np.bool_)
-    found, used = classes.read_counts(np.concatenate([header, more]), sizes)
+    found, used = classes.read_counts(np.concatenate([written, more]), sizes)
     assert found.tolist() == flips.tolist()
-    assert used == len(header)
+    assert used == len(written)
 
 
 @QUICK
@@ -314,6 +319,16 @@ def test_entropy_refuses_coders_that_do_not_end_in_their_initial_states(monkeypa
     monkeypatch.setattr(rans, "encode", from_higher_states)
     payload = entropy.encode(positions, 3000)
     assert "do not end in their initial states" in raised(lambda: codecs.decode("entropy", payload, 3000))
+
+
+@pytest.mark.parametrize("mode", [12, 14, 16, 20, 31, 128])
+def test_a_mode_that_no_writer_chooses_is_refused_even_if_an_older_version_did(mode: int) -> None:
+    contexts = (np.arange(400) % 4).astype(np.uint8)
+    payload = bytes([mode]) + codecs.encode("entropy", flips(400, 0.1), 400, contexts)[1:]
+    due = f"{mode} is not the first byte of an entropy payload; was another codec or an older version used?"
+    assert raised(lambda: codecs.decode("entropy", payload, 400, contexts)) == due
+    assert raised(lambda: codecs.decode("auto", b"\2" + payload, 400, contexts)) == due
+    assert raised(lambda: describe.describe("entropy", payload, 400)) == due
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -85,7 +85,7 @@ def test_what_changed_before_makes_later_updates_cheaper() -> None:
     t = sparse.ternary(change, 0.025, (m.d,))
     method, none = STC(keep=0.025), np.zeros(0, np.float32)
     sizes = [len(method.write(model(m), Weights(w, none), t, none)) for w in (moved, w0)]
-    assert sizes[0] < 0.5 * sizes[1]
+    assert sizes[0] < 0.55 * sizes[1]
 
 
 def test_contexts_are_the_tensor_and_the_distance_in_powers_of_two() -> None:

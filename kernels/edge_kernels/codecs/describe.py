@@ -60,13 +60,10 @@ def _rice(data: bytes, d: int | None) -> Description:
 
 def _entropy(data: bytes, d: int | None) -> Description:
     reader = Reader(data)
-    mode = reader.byte()
+    mode = classes.read_mode(reader)
     if mode != classes.UNCODED:
-        if (mode & ~classes.MAPPED) not in classes.SHIFTS:
-            raise CodecError(f"{mode} is not the first byte of an entropy payload; was another codec used?")
-        merged = 1 << mode % classes.MAPPED
-        listed = "grouped into listed classes" if mode & classes.MAPPED else "each with a rate of its own"
-        return {"contexts": listed if merged == 1 else f"{merged} neighbours merged, {listed}"}
+        own = "each with a rate of its own"
+        return {"contexts": f"{1 << mode} neighbours merged, {own}" if mode else own}
     found: Description = {"contexts": "none"}
     if d is None:
         return found

@@ -1,10 +1,11 @@
 """Codec `entropy`: a set at its conditional entropy, given contexts that both sides know.
 
-Contexts are put into classes (`classes`), and positions are grouped by class, in order within a group. Within a group,
-flips are coded as independent, with the rate that the flip count in the header gives. Their gaps are then geometric:
-the high part of a gap is one rANS symbol (`rans`), the low bits are raw. There are as many symbols as flips, not as
-positions. Payloads of a kilobyte and more cost within one per cent of the conditional entropy. Without contexts there
-is one group. Bytes: ``mode, classes, flip counts, states, words, raw bits`` (docs/codecs.md).
+Neighbouring contexts may be merged; each that then occurs is a class (`classes`). Positions are grouped by class, in
+order within a group. Within a group, flips are coded as independent, with the rate that the flip count in the header
+gives. Their gaps are then geometric: the high part of a gap is one rANS symbol (`rans`), the low bits are raw. There
+are as many symbols as flips, not as positions. Payloads of a kilobyte and more cost within one per cent of the
+conditional entropy, beside a few bits a class. Without contexts there is one group. Bytes: ``mode, flip counts,
+states, words, raw bits`` (docs/codecs.md).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels.codecs import classes, rans
-from edge_kernels.codecs.classes import MAPPED, MAX_CLASSES, SHIFTS, UNCODED
+from edge_kernels.codecs.classes import UNCODED
 from edge_kernels.codecs.sets import CodecError, Contexts, Positions, complement
 from edge_kernels.codecs.streams import (
     Bits,
@@ -35,9 +36,9 @@ I64 = NDArray[np.int64]
 
 
 def encode(positions: Positions, d: int, contexts: Contexts | None = None) -> bytes:
-    """Write the set. Contexts whose own rates would cost more than they save share a rate or are ignored."""
-    plan = _plan(positions, d, contexts)
-    groups = _Groups.of(None if plan.mode == UNCODED else contexts, d, plan.mode % MAPPED, plan.classes)
+    """Write the set. Contexts whose own rates would cost more than they save are merged or ignored."""
+    mode = _mode(positions, contexts)
+    groups = _Groups.of(None if mode == UNCODED else contexts, d, mode)
     places = groups.places(positions)
     flips = np.diff(np.searchsorted(places, groups.starts))
     model = _Model.of(groups.sizes, flips)
@@ -49,31 +50,23 @@ def encode(positions: Positions, d: int, contexts: Contexts | None = None) -> by
     raw = np.concatenate([planes(gaps, model.raw[owners].astype(np.uint8)), gamma((high - escape)[high >= escape])])
     states, raw = _hide(raw, model.lanes)
     words = rans.encode(entries, model.tables, states)
-    head = pack(np.concatenate([classes.header(plan.mode, plan.classes, groups.sizes, flips), _state_bits(states)]))
-    return bytes([plan.mode]) + head + words.astype("<u2").tobytes() + pack(raw)
+    head = pack(np.concatenate([classes.count_bits(groups.sizes, flips), _state_bits(states)]))
+    return bytes([mode]) + head + words.astype("<u2").tobytes() + pack(raw)
 
 
 def decode(data: bytes, d: int, contexts: Contexts | None = None) -> Positions:
     """The set of a payload made by :func:`encode` with the same contexts. Raises CodecError."""
     reader = Reader(data)
-    mode = reader.byte()
-    if mode != UNCODED and (mode & ~MAPPED) not in SHIFTS:
-        raise CodecError(f"{mode} is not the first byte of an entropy payload; was another codec used?")
+    mode = classes.read_mode(reader)
     if mode == UNCODED:
         contexts = None
     elif contexts is None:
         raise CodecError("this payload was coded with contexts; pass the same contexts to decode it")
-    shift = mode % MAPPED
-    used = 0 if contexts is None else int(np.count_nonzero(classes.merged(_sizes(contexts), shift)))
+    groups = _Groups.of(contexts, d, mode)
+    used = 0 if contexts is None else len(groups.sizes)
     if len(data) > size_limit(d, used):
         raise CodecError(f"{len(data)} bytes are more than entropy needs for any set out of {d}; is d right?")
-    ahead = reader.peek_bits(used * (2 * MAX_CLASSES + 70) + 100)
-    of_context, at = np.arange(used, dtype=np.uint16), 0
-    if mode & MAPPED and contexts is not None:
-        of_context, at = classes.read_classes(ahead, used)
-    groups = _Groups.of(contexts, d, shift, of_context)
-    flips, more = classes.read_counts(ahead[at:], groups.sizes)
-    at += more
+    flips, at = classes.read_counts(reader.peek_bits(70 * used + 100), groups.sizes)
     model = _Model.of(groups.sizes, flips)
     total = int(model.runs.sum())
     if total > 8 * len(data) + 64:
@@ -106,15 +99,15 @@ class _Groups:
     labels: NDArray[np.uint8] | NDArray[np.uint16] | None
 
     @staticmethod
-    def of(contexts: Contexts | None, d: int, shift: int, of_context: NDArray[np.uint16]) -> _Groups:
-        """Group `d` positions by the class of ``contexts >> shift``; `of_context` are the classes of used contexts."""
+    def of(contexts: Contexts | None, d: int, shift: int) -> _Groups:
+        """Group `d` positions by ``contexts >> shift``: the values that occur are classes 0, 1, ... in their order."""
         if contexts is None:
             sizes = np.array([d] if d else [], np.int64)
             return _Groups(d, sizes, np.append(np.zeros(1, np.int64), sizes), sizes[None], None)
         present = classes.merged(_sizes(contexts), shift) > 0
-        count = int(of_context.max(initial=0)) + 1
+        count = int(np.count_nonzero(present))
         table = np.zeros(len(present), np.uint8 if count <= 256 else np.uint16)
-        table[present] = of_context
+        table[present] = np.arange(count)
         labels = np.empty(d, table.dtype)
         counts = np.zeros((max(-(-d // _TILE), 1), count), np.int64)
         for tile, low in enumerate(range(0, d, _TILE)):
@@ -212,10 +205,10 @@ def _sizes(contexts: Contexts) -> I64:
     return out
 
 
-def _plan(positions: Positions, d: int, contexts: Contexts | None) -> classes.Plan:
-    """Which contexts share a class."""
+def _mode(positions: Positions, contexts: Contexts | None) -> int:
+    """The mode of a set's payload."""
     if contexts is None:
-        return classes.best(np.array([d]), np.array([len(positions)]))
+        return UNCODED
     sizes = _sizes(contexts)
     return classes.best(sizes, np.bincount(contexts[positions], minlength=len(sizes)))
 
