@@ -123,7 +123,7 @@ def test_a_device_keeps_its_latents_only_where_it_restarts_from_them(restart: An
 
 
 def test_what_tells_of_a_flip_is_the_votes_in_32_levels_and_the_tensor_in_128() -> None:
-    part = BnnFedAvg().division(first_model(M)).masked
+    part = BnnFedAvg().parts(first_model(M)).masked
     assert [b.size for b in part.blocks] == [48, 40]
     place = np.repeat([0, 1], [48, 40])
     few = np.arange(MASKED) % 5

@@ -48,7 +48,7 @@ def test_the_magnitudes_stay_frozen_and_the_head_learns() -> None:
     fleet = Fleet(HideNseek(**ALL))
     fleet.play("a")
     before, after = first_model(M).parameters, fleet.trained["a"].parameters
-    masked = fleet.method.division(first_model(M)).masked
+    masked = fleet.method.parts(first_model(M)).masked
     assert np.array_equal(np.abs(masked.gather(before)), np.abs(masked.gather(after)))
     assert not np.array_equal(masked.gather(before), masked.gather(after))
     head = M.tensors["2.w"].span

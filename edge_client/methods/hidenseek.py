@@ -47,18 +47,18 @@ class HideNseek(SignMasks):
 
     def magnitudes(self, model: Model) -> F32:
         """The frozen |W|."""
-        size: F32 = np.abs(self.division(model).masked.gather(model.parameters))
+        size: F32 = np.abs(self.parts(model).masked.gather(model.parameters))
         return size
 
     def sureness(self, course: Course) -> F32:
         """Uniform, so that the latents of round 1 are uniform in (-1, 1) as in the paper."""
-        key, n = counter.key(course.seed, "hidenseek", "first latents"), self.division(course.model).masked.size
+        key, n = counter.key(course.seed, "hidenseek", "first latents"), self.parts(course.model).masked.size
         return counter.uniform(key, n).astype(np.float32)
 
     def prune(self, model: Model) -> Units:
         """The units that stay. Raises ConfigError where SynFlow cannot follow the bundle's layers."""
         m, keep = model.manifest, self.keep
-        self.division(model)  # a model without a layer to mask is refused here, before any advice on pruning
+        self.parts(model)  # a model without a layer to mask is refused here, before any advice on pruning
         if keep == 1:
             return chosen(m, {})
         named = [g.name for g in m.groups if not self.prune_layers or g.name.startswith(self.prune_layers)]

@@ -118,7 +118,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Division:
+class Parts:
     """Parts of the model: signs are learned of `masked`; `local` is trained as float32 on the device."""
 
     masked: Part
@@ -173,8 +173,8 @@ class SignMasks(Method):
         """The units that stay, chosen before round 1; None: the method prunes nothing."""
         return None
 
-    def division(self, model: Model) -> Division:
-        """How this configuration divides the model. Raises ConfigError without a layer before the head."""
+    def parts(self, model: Model) -> Parts:
+        """The parts by this configuration. Raises ConfigError without a layer before the head."""
         m = model.manifest
         if len(m.layers) < 2:
             raise ConfigError(
@@ -183,11 +183,11 @@ class SignMasks(Method):
             )
         masked = weights(m, m.layers[:-1])
         head = tensors(m, {*m.layers[-1].weights, *m.layers[-1].biases})
-        return Division(masked, rest(m, masked) if self.biases == "local" else head)
+        return Parts(masked, rest(m, masked) if self.biases == "local" else head)
 
     def own_signs(self, model: Model) -> Bits:
         """The signs of the bundle's weights, bool[masked]; 0 counts as +."""
-        own: Bits = self.division(model).masked.gather(model.parameters) >= 0
+        own: Bits = self.parts(model).masked.gather(model.parameters) >= 0
         return own
 
     def stays(self, course: Course) -> str:
@@ -196,7 +196,7 @@ class SignMasks(Method):
     def exchanged(self, model: Model) -> int:
         """The signs of the network that stays."""
         units = self.prune(model)
-        return self.division(model if units is None else units.small.model(model)).masked.size
+        return self.parts(model if units is None else units.small.model(model)).masked.size
 
     def paper_bytes(self, model: Model) -> tuple[int, int]:
         """One byte a sign both ways, "the smallest element" of the paper's framework."""
@@ -229,7 +229,7 @@ class SignMasks(Method):
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         due, what = Received(state.plus, state.votes), f"the update of {a.device!r} in round {a.round}"
-        contexts = due.contexts(self.division(network(a.course, state.units).model).masked)
+        contexts = due.contexts(self.parts(network(a.course, state.units).model).masked)
         signs = changes.decode(self.codec, payload, due.signs, what, contexts=contexts)
         return Update(bitset.pack(signs), count(payload, "samples", MAX_SAMPLES))
 
@@ -285,16 +285,16 @@ class SignMasks(Method):
         """A few epochs of SGD on the latents and on the device's own float32 parameters."""
         net = network(task.assignment.course, received.units)
         task, kept = net.task(task), of_units(kept, received.units)
-        model, division = task.assignment.model, self.division(task.assignment.model)
+        model, parts = task.assignment.model, self.parts(task.assignment.model)
         values, buffers = self.own_values(model, kept)
         latents = self.latents(received, kept)
         if task.assignment.round == 1:
             latents *= self.sureness(task.assignment.course)
         loss = self.train(task, values, buffers, latents)
         signs = latents >= 0
-        sent = changes.encode(self.codec, signs, received.signs, received.contexts(division.masked))
+        sent = changes.encode(self.codec, signs, received.signs, received.contexts(parts.masked))
         left = latents if self.restart == "latent" else None
-        own = Kept(division.local.gather(values), buffers, left, received.units)
+        own = Kept(parts.local.gather(values), buffers, left, received.units)
         update = Payload(sent.arrays, {**sent.meta, "samples": task.samples})
         return Local(own, update, net.personal(values, buffers), loss)
 
@@ -304,14 +304,14 @@ class SignMasks(Method):
         model = net.model
         values, buffers = self.own_values(model, of_units(kept, received.units))
         signs = np.where(received.signs, np.float32(1), np.float32(-1))
-        self.division(model).masked.scatter(self.magnitudes(model) * signs, values)
+        self.parts(model).masked.scatter(self.magnitudes(model) * signs, values)
         return net.personal(values, buffers)
 
     def own_values(self, model: Model, kept: Kept | None) -> tuple[F32, F32]:
         """Copies of parameters and statistics: the bundle's, with the device's own in their places."""
         values, buffers = model.parameters.copy(), (kept.buffers if kept else model.buffers).copy()
         if kept:
-            self.division(model).local.scatter(kept.local, values)
+            self.parts(model).local.scatter(kept.local, values)
         return values, buffers
 
     def latents(self, received: Received, kept: Kept | None) -> F32:
@@ -324,14 +324,14 @@ class SignMasks(Method):
     def train(self, task: Task, values: F32, buffers: F32, latents: F32) -> float:
         """SGD on `latents` and on the float32 parameters in `values`, in place; `values` ends with the signs' weights.
 
-        Latents are clipped by `bounded` after each step.
+        Latents are clipped by `bound` after each step.
         """
-        division = self.division(task.assignment.model)
+        parts = self.parts(task.assignment.model)
         fixed, layers = self.magnitudes(task.assignment.model), []
-        for b, place in zip(division.masked.blocks, division.masked.places, strict=True):
+        for b, place in zip(parts.masked.blocks, parts.masked.places, strict=True):
             sgd = Sgd(b.size, self.lr, self.momentum)
             layers.append((b.span, masked_step(self.gate, fixed[place], latents[place], sgd)))
-        own = division.local.gather(values)
+        own = parts.local.gather(values)
         sgd, loss = Sgd(own.size, self.local_lr, self.momentum), EpochLoss()
         for span, layer in layers:
             layer.effective(values[span])
@@ -343,8 +343,8 @@ class SignMasks(Method):
                 layer.step(g.parameters[span])
                 self.bound(layer.scores)
                 layer.effective(values[span])
-            sgd.step(own, division.local.gather(g.parameters))
-            division.local.scatter(own, values)
+            sgd.step(own, parts.local.gather(g.parameters))
+            parts.local.scatter(own, values)
         return loss.mean
 
     def bound(self, latents: F32) -> None:
