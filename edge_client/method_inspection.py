@@ -19,7 +19,7 @@ from rich.table import Table
 
 from edge_client.errors import ConfigError, suggestion
 from edge_client.methods import Method, Range, make_method
-from edge_client.methods.structure import PrunedMasks
+from edge_client.methods.fedmask import FedMask
 
 BOUNDS = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}
 USUAL: Mapping[str, str] = {
@@ -67,7 +67,7 @@ def method(name: Annotated[str, typer.Argument(help="The method's name, as `mask
         table.add_row(setting, escape(default), escape(_takes(schema["properties"][setting])),
                       escape(meanings.get(setting, "")))  # fmt: skip
     console.print(table)
-    if issubclass(kind, PrunedMasks):
+    if issubclass(kind, FedMask):
         console.print("A default `A or B` is A for weights that a seed draws, B for weights from a file.")
     searched = "; ".join(f"{setting} {_values(values)}" for setting, values in kind.search.items())
     if searched:
@@ -82,7 +82,7 @@ def _default(kind: type[Method], setting: str, value: Any) -> str:
         return "required"
     if value is not None:
         return str(value)
-    if issubclass(kind, PrunedMasks) and hasattr(kind.drawn, setting):
+    if issubclass(kind, FedMask) and hasattr(kind.drawn, setting):
         of = [getattr(choice, setting) for choice in (kind.drawn, kind.trained)]
         return " or ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in dict.fromkeys(of))
     return "none"

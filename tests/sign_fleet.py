@@ -145,7 +145,7 @@ class Fleet:
 
 def signs_of(method: SignMasks, model: Model, own: Personal) -> NDArray[Any]:
     """The signs of the masked weights of a trained model."""
-    return np.sign(method.division(model).masked.gather(own.parameters))
+    return np.sign(method.parts(model).masked.gather(own.parameters))
 
 
 def first_model(m: Manifest) -> Model:

@@ -95,7 +95,14 @@ def test_a_malformed_payload_is_refused_in_words() -> None:
     fleet = Fleet(BnnFedAvg(epochs=1, down="count"))
     fleet.play("a")
     a, good = Assignment(fleet.course, 2, "a"), fleet.down("a")
-    for arrays, meta in (({"counts": np.zeros(1, np.uint8)}, {}), ({"more": np.zeros(1)}, {}), ({}, {"votes": 0})):
+    units = np.full(2, 255, np.uint8)
+    wrong: tuple[tuple[Any, Any], ...] = (
+        ({"counts": np.zeros(1, np.uint8)}, {}),
+        ({"more": np.zeros(1)}, {}),
+        ({"units": units}, {}),
+        ({}, {"votes": 0}),
+    )
+    for arrays, meta in wrong:
         with pytest.raises(PayloadError):
             fleet.method.receive(a, None, Payload({**good.arrays, **arrays}, {**good.meta, **meta}))
 
@@ -116,7 +123,7 @@ def test_a_device_keeps_its_latents_only_where_it_restarts_from_them(restart: An
 
 
 def test_what_tells_of_a_flip_is_the_votes_in_32_levels_and_the_tensor_in_128() -> None:
-    part = BnnFedAvg().division(first_model(M)).masked
+    part = BnnFedAvg().parts(first_model(M)).masked
     assert [b.size for b in part.blocks] == [48, 40]
     place = np.repeat([0, 1], [48, 40])
     few = np.arange(MASKED) % 5

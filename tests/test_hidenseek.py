@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_kernels import bits, counter
+from edge_kernels import bits, counter, synflow
 from edge_kernels.codecs import counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,11 +17,11 @@ from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped
 from edge_client.bundle import Init, Model, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import make_method, signs
-from edge_client.methods.hidenseek import UNITS, HideNseek, Kept, Received, widened
-from edge_client.methods.units import chosen, unpacked
+from edge_client.methods.hidenseek import HideNseek
+from edge_client.methods.units import UNITS, chosen, network, unpacked
 from edge_client.narrow import narrow
 from edge_client.protocol.payload import Payload
-from edge_client.task import Assignment, Personal
+from edge_client.task import Assignment
 
 DOWNS = ("sign", "count")
 ALL = {"keep": 1.0, "epochs": 1}
@@ -39,7 +39,7 @@ def test_a_sign_flips_exactly_where_its_latent_falls_below_zero() -> None:
     uniform = counter.uniform(counter.key(0, "hidenseek", "first latents"), 4)
     start = 0.1 * np.sign(weights) * uniform
     due = start - np.multiply(gradient, np.abs(weights)) * (1 - np.tanh(start) ** 2)
-    assert done.kept.own.latents == pytest.approx(due, rel=1e-5)
+    assert done.kept.latents == pytest.approx(due, rel=1e-5)
     assert done.trained.parameters[:4] == pytest.approx(np.abs(weights) * np.sign(due))
     assert done.trained.parameters[4:].tolist() == [5, 5, 5, 5]
 
@@ -48,7 +48,7 @@ def test_the_magnitudes_stay_frozen_and_the_head_learns() -> None:
     fleet = Fleet(HideNseek(**ALL))
     fleet.play("a")
     before, after = first_model(M).parameters, fleet.trained["a"].parameters
-    masked = fleet.method.division(first_model(M)).masked
+    masked = fleet.method.parts(first_model(M)).masked
     assert np.array_equal(np.abs(masked.gather(before)), np.abs(masked.gather(after)))
     assert not np.array_equal(masked.gather(before), masked.gather(after))
     head = M.tensors["2.w"].span
@@ -78,16 +78,16 @@ def test_biases_are_trained_or_as_drawn() -> None:
 def test_the_majority_counts_samples_and_a_tie_is_plus_one() -> None:
     fleet = Fleet(HideNseek(keep=1), grouped(mlp(2, 2, 2, bias=False)))
     fleet.fold({"a": ([1, -1, 1, -1], 3.0), "b": ([-1, 1, 1, -1], 2.0), "c": ([-1, 1, -1, -1], 1.0)})
-    assert fleet.state.signs.plus.tolist() == [1, 1, 1, 0]  # 3:3, 3:3, 5:1, 0:6
+    assert fleet.state.plus.tolist() == [1, 1, 1, 0]  # 3:3, 3:3, 5:1, 0:6
     fleet.fold({"a": ([1, -1, 1, -1], 1.0), "b": ([-1, 1, 1, -1], 5.0)})
-    assert fleet.state.signs.plus.tolist() == [0, 1, 1, 0]
+    assert fleet.state.plus.tolist() == [0, 1, 1, 0]
 
 
 def test_counts_count_every_device_once() -> None:
     fleet = Fleet(HideNseek(keep=1, down="count"), grouped(mlp(2, 2, 2, bias=False)))
     fleet.fold({"a": ([1, -1, 1, -1], 300.0), "b": ([-1, 1, 1, -1], 2.0), "c": ([-1, 1, 1, -1], 1.0)})
-    assert (fleet.state.signs.plus.tolist(), fleet.state.signs.votes) == ([1, 2, 3, 0], 3)
-    received = fleet.method.receive(Assignment(fleet.course, 2, "z"), None, fleet.down("z")).signs
+    assert (fleet.state.plus.tolist(), fleet.state.votes) == ([1, 2, 3, 0], 3)
+    received = fleet.method.receive(Assignment(fleet.course, 2, "z"), None, fleet.down("z"))
     assert received.plus.tolist() == [1, 2, 3, 0]
     assert received.signs.tolist() == [False, True, True, False]
 
@@ -97,8 +97,8 @@ def test_counts_count_every_device_once() -> None:
 def test_any_votes_arrive_as_they_are(votes: int, seed: int) -> None:
     method, c = HideNseek(keep=1, down="count"), course(M)
     plus = np.random.default_rng(seed).integers(0, votes + 1, MASKED).astype(counts.dtype_for(votes))
-    state = replace(method.start(c), signs=signs.State(plus, votes))
-    found = method.receive(Assignment(c, 2, "a"), None, method.downlink(c, 2, state, None)).signs
+    state = replace(method.start(c), plus=plus, votes=votes)
+    found = method.receive(Assignment(c, 2, "a"), None, method.downlink(c, 2, state, None))
     assert np.array_equal(found.plus, plus)
     assert found.votes == votes
     assert np.array_equal(found.signs, plus >= votes / 2)
@@ -113,7 +113,7 @@ def test_the_order_of_the_devices_changes_nothing(down: Any) -> None:
     for order in ("abc", "cba", "bca"):
         fleet = Fleet(HideNseek(keep=1, down=down))
         fleet.fold({d: votes[d] for d in order})
-        states.append(fleet.state.signs.plus.tolist())
+        states.append(fleet.state.plus.tolist())
     assert states[0] == states[1] == states[2]
 
 
@@ -165,11 +165,10 @@ def test_a_late_device_needs_no_history(down: Any, keep: float) -> None:
     for _ in range(3):
         fleet.play("a", "b")
     late = fleet.personal("z")
-    method, small = fleet.method, fleet.method.small(fleet.course, fleet.state.units)  # type: ignore[attr-defined]
-    n = unpacked(M, fleet.state.units).small
-    due = 2 * fleet.state.signs.plus.astype(int) >= fleet.state.signs.votes
+    small, n = network(fleet.course, fleet.state.units), unpacked(M, fleet.state.units).small
+    due = 2 * fleet.state.plus.astype(int) >= fleet.state.votes
     own = replace(late, parameters=late.parameters[n.parameters])
-    assert np.array_equal(signs_of(method, small.model, own) > 0, due)
+    assert np.array_equal(signs_of(fleet.method, small.model, own) > 0, due)
     fleet.play("a", "z")
     assert fleet.lost == []
 
@@ -235,15 +234,16 @@ def test_a_model_of_the_smaller_network_keeps_its_statistics_and_what_fits_other
     kept = {"0": np.array([1, 4])}
     n, units = narrow(m, kept), chosen(m, kept)
     values, statistics = np.arange(1, n.manifest.d + 1, dtype=np.float32), np.array([1, 2, 3], np.float32)
-    whole = widened(first_model(m), units, Personal(values, statistics))
+    whole = network(course(m), units.packed).personal(values, statistics)
     assert whole.buffers.tolist() == [1, 2, 3]
     assert whole.parameters[n.parameters].tolist() == values.tolist()
     assert np.count_nonzero(whole.parameters) == n.manifest.d
-    own = signs.Kept(np.zeros(2, np.float32), statistics)
-    received = Received(signs.Received(np.zeros(2, np.uint8), 1), units.packed)
-    assert HideNseek().own(Kept(own, units.packed), received) is own
-    assert HideNseek().own(Kept(own, chosen(m, {}).packed), received) is None
-    assert HideNseek().own(None, received) is None
+    own = signs.Kept(np.zeros(2, np.float32), statistics, units=units.packed)
+    assert signs.of_units(own, units.packed) is own
+    assert signs.of_units(own, chosen(m, {}).packed) is None
+    assert signs.of_units(None, units.packed) is None
+    assert signs.of_units(replace(own, units=None), units.packed) is None
+    assert signs.of_units(replace(own, units=None), None) is not None
 
 
 def test_training_the_smaller_network_is_training_the_whole_one_with_zeros() -> None:
@@ -281,6 +281,32 @@ def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
     with pytest.raises(ConfigError, match=said):
         HideNseek().start(course(M.model_copy(update={"groups": M.groups[:1]})))
     HideNseek(keep=1).start(course(mlp(6, 5, 3)))
+
+
+def test_the_pruning_runs_once_a_model_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[float] = []
+    prune = synflow.prune
+
+    def counted(*given: Any) -> Any:
+        runs.append(given[4])
+        return prune(*given)
+
+    monkeypatch.setattr(synflow, "prune", counted)
+    net = first_model(M)
+    for keep in (0.6, 0.6, 0.5):
+        method = HideNseek(keep=keep)
+        assert method.paper_bytes(net) == (method.exchanged(net),) * 2
+    assert runs == [0.6, 0.5]
+    assert np.array_equal(HideNseek(keep=0.6).prune(first_model(M)).alive, HideNseek(keep=0.6).prune(net).alive)
+    assert runs == [0.6, 0.5, 0.6]  # another model of the same values
+
+
+def test_where_every_unit_stays_the_whole_network_is_trained_and_the_units_still_travel() -> None:
+    fleet = Fleet(HideNseek(keep=1, epochs=1))
+    fleet.play("a")
+    assert network(fleet.course, fleet.state.units).model is fleet.course.model
+    assert unpacked(M, fleet.downs["a"].arrays[UNITS]).alive.all()
+    assert fleet.trained["a"].mask is None
 
 
 def test_channels_go_in_as_many_steps_as_iterations_says() -> None:

@@ -28,10 +28,10 @@ from edge_client.methods.lattice import MOVES, Lattice
 from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import HISTORY, MIDDLE, dither, grid, nearest, rms, spans, spread, steps
 from edge_client.methods.lattice_levels import apart, lateness, raised, settled
-from edge_client.methods.lattice_network import network
 from edge_client.methods.lattice_train import Plan, train
 from edge_client.methods.lattice_values import Record, Total
 from edge_client.methods.lattice_wire import UpHead, up_head
+from edge_client.methods.units import network
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
 

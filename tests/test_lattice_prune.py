@@ -22,10 +22,10 @@ from edge_client.methods import make_method
 from edge_client.methods.lattice import MOVES, Lattice, Received
 from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import MIDDLE
-from edge_client.methods.lattice_network import network
+from edge_client.methods.lattice_network import live, on_grid
 from edge_client.methods.lattice_prune import choose, score, share
 from edge_client.methods.lattice_train import LOWEST_RATE
-from edge_client.methods.units import unpacked
+from edge_client.methods.units import network, unpacked
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Batch, Course, Personal, Task
 from edge_client.training import Gradient
@@ -198,9 +198,9 @@ def test_the_pruning_leaves_every_other_weight_as_it_is() -> None:
     after = whole_weights(pruned)
     assert np.allclose(after[after != 0], before[after != 0])
     assert pruned.state.counts.size < dense.state.counts.size
-    live = network(pruned.course, pruned.state.units).live
-    assert np.array_equal(pruned.state.velocity, dense.state.velocity[live])
-    assert np.array_equal(pruned.state.residual, dense.state.residual[live])
+    stays = live(network(pruned.course, pruned.state.units))
+    assert np.array_equal(pruned.state.velocity, dense.state.velocity[stays])
+    assert np.array_equal(pruned.state.residual, dense.state.residual[stays])
     assert np.linalg.norm(pruned.state.velocity) > 2 * np.linalg.norm(pruned.state.residual) > 0
 
 
@@ -267,12 +267,12 @@ def test_rounds_of_the_smaller_network_have_the_budget_of_its_size() -> None:
     course = Course(model(m), seed=3, rounds=20, cohort=3)
     method = Lattice(prune=0.5, prune_after=6)
     whole, small = network(course, None), network(course, choose(m, course.model.parameters, 0.5, {}))
-    assert small.part.size < 0.6 * whole.part.size
-    assert method.allowed(whole, 4.0) == pytest.approx(22 * 8 * whole.part.size / 110)
+    assert on_grid(small).size < 0.6 * on_grid(whole).size
+    assert method.allowed(whole, 4.0) == pytest.approx(22 * 8 * on_grid(whole).size / 110)
     least = 6144  # what a small network may always take
-    assert method.allowed(small, 4.0) == pytest.approx(6 * 8 * whole.part.size / 110 + 16 * least)
+    assert method.allowed(small, 4.0) == pytest.approx(6 * 8 * on_grid(whole).size / 110 + 16 * least)
     assert method.model_copy(update={"budget": 20.0}).allowed(small, 4.0) == pytest.approx(
-        (6 * whole.part.size + 16 * small.part.size) * 8 / 20
+        (6 * on_grid(whole).size + 16 * on_grid(small).size) * 8 / 20
     )
 
 

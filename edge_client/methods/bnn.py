@@ -33,13 +33,13 @@ class BnnFedAvg(SignMasks):
     """A received mean m of signs becomes the latent radius * m."""
 
     def magnitudes(self, model: Model) -> F32:
-        masked = self.division(model).masked
+        masked = self.parts(model).masked
         rms = [np.sqrt(np.mean(np.square(model.parameters[b.span], dtype=np.float64))) for b in masked.blocks]
         return np.repeat(np.array(rms, np.float32), [b.size for b in masked.blocks])
 
     def sureness(self, course: Course) -> F32:
         """The first weights as shares of the largest of their tensor: the latents begin as the real weights."""
-        blocks = [np.abs(course.model.parameters[b.span]) for b in self.division(course.model).masked.blocks]
+        blocks = [np.abs(course.model.parameters[b.span]) for b in self.parts(course.model).masked.blocks]
         return np.concatenate([size / max(size.max(), np.float32(1e-30)) for size in blocks])
 
     def bound(self, latents: F32) -> None:

@@ -174,7 +174,7 @@ class FederatedPruning(LocalSgd):
         m, name = a.model.manifest, downlink.meta.get("structure")
         allow_only(downlink, "parameters", "buffers", "units")
         if "units" in downlink.arrays:
-            units = read_units(m, downlink)
+            units = read_units(m, downlink.arrays["units"])
         else:
             units = whole(m) if kept is None else held(m, kept.units)
         if units.digest != name:

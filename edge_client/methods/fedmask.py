@@ -17,7 +17,7 @@ Learning via Heterogeneous Masks", SenSys 2021. docs/methods/fedmask.md argues f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -28,13 +28,14 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Bits, Model, Packed, digest
+from edge_client.errors import ConfigError
 from edge_client.flat import to_arrays
-from edge_client.methods import Influence, Range, Search
+from edge_client.methods import Influence, Method, Range, Search, pretrained
 from edge_client.methods.averaging import Mean, distance, toward
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.fedmask_wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
-from edge_client.methods.structure import Choice, PrunedMasks
-from edge_client.parts import Part
+from edge_client.methods.structure import Division
+from edge_client.parts import Part, rest, tensors, weights
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.gates import Gate, GroupLasso, SigmoidThreshold
@@ -59,10 +60,27 @@ class State:
     real: F32
 
 
-class FedMask(PrunedMasks):
+Head = Literal["masked", "local"]
+Restart = Literal["radius", "latent"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings whose defaults depend on the bundle; `FedMask` says what each is."""
+
+    keep: float
+    head: Head
+    group_lasso: float
+    restart: Restart
+    lr: float
+
+
+class FedMask(Method):
     """Personal binary masks on frozen weights.
 
-    `drawn` is the paper's setting. From a trained network the masks stay close to the first one, all ones.
+    A random network has to be searched for a subnetwork. A trained one is good as it is: a mask that prunes it before
+    training, or starts anew each round, only ruins it. So some defaults depend on the bundle: `drawn` has the paper's,
+    and with `trained` the masks stay close to the first one, all ones.
     """
 
     name: ClassVar[str] = "fedmask"
@@ -79,8 +97,26 @@ class FedMask(PrunedMasks):
     gate: ClassVar[Gate] = SigmoidThreshold()
 
     drawn: ClassVar[Choice] = Choice(keep=0.2, head="masked", group_lasso=2e-4, restart="radius", lr=10.0)
+    """The defaults for weights that a seed draws."""
     trained: ClassVar[Choice] = Choice(keep=1.0, head="masked", group_lasso=0.0, restart="latent", lr=0.03)
+    """The defaults for weights from a file; a head of zeros is `local`, since no mask changes it."""
 
+    keep: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the pruned layers' weights that a device keeps (the paper's p_r); 1 prunes nothing."""
+    prune_layers: Annotated[int, Field(ge=0)] | tuple[str, ...] = 2
+    """The last masked layers, at most so many, or layers by name."""
+    head: Head | None = None
+    """`local`: the last layer is float32, trained and kept on the device."""
+    group_lasso: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Strength of the lasso on rows and columns; 0 turns it off."""
+    restart: Restart | None = None
+    """`radius`: every score starts anew; `latent`: a device keeps its own score where its bit came back."""
+    lr: Annotated[float, Field(gt=0, le=10_000)] | None = None
+    """Learning rate of the scores: their gradients carry a factor W / 4, hence the size."""
+    biases: Literal["frozen", "local"] = "local"
+    """Biases, batch-norm scale and shift, and tensors of no maskable layer: as drawn, or trained on the device."""
+    real_gates: tuple[Literal["i", "f", "g", "o"], ...] = ("o",)
+    """LSTM gates that are trained and sent as float32 instead of masked."""
     radius: Annotated[float, Field(ge=1e-6, le=100)] = 0.1
     """A received bit becomes the score +radius or -radius; a share p becomes radius * (2 p - 1)."""
     initial_mask: Literal["ones", "random"] = "ones"
@@ -106,6 +142,36 @@ class FedMask(PrunedMasks):
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         keep = self.keep or (self.drawn if model is None else self.chosen(model)).keep
         return ("keep = 0.8", "lr") if keep < 0.8 else ("lr", "more rounds")
+
+    def chosen(self, model: Model) -> Choice:
+        """The settings for this model: those that were given, else its defaults."""
+        choice = self.drawn
+        if pretrained(model):
+            last = tensors(model.manifest, model.manifest.layers[-1].weights).gather(model.parameters)
+            choice = self.trained if last.any() else replace(self.trained, head="local")
+        given = {f.name: getattr(self, f.name) for f in fields(Choice)}
+        return replace(choice, **{name: value for name, value in given.items() if value is not None})
+
+    def division(self, model: Model) -> Division:
+        """How this configuration divides the model. Raises ConfigError when it names layers that do not exist."""
+        m, count, choice = model.manifest, self.prune_layers, self.chosen(model)
+        layers = m.layers[:-1] if choice.head == "local" else m.layers
+        names = tuple(layer.name for layer in layers)
+        pruned = names[max(0, len(names) - count) :] if isinstance(count, int) else count
+        if not names:
+            raise ConfigError(
+                f"the model has one layer, {m.layers[-1].name!r}, and head = {choice.head!r} leaves it unmasked; "
+                'set head = "masked", or take a method that averages weights'
+            )
+        if not set(pruned) <= set(names):
+            raise ConfigError(f"prune_layers = {count!r}, but the masked layers are {list(names)}; name some of these")
+        every, masked = weights(m, layers), weights(m, layers, self.real_gates)
+        groups = [masked.places_of(layer.weights) for layer in layers if layer.name in pruned and choice.keep < 1]
+        groups = [g for g in groups if g.size]
+        head = {*m.layers[-1].weights, *m.layers[-1].biases} if choice.head == "local" else set()
+        local = Part(tuple(b for b in rest(m, every).blocks if self.biases == "local" or b.name in head))
+        kept = tuple(max(1, round(choice.keep * g.size)) for g in groups)
+        return Division(masked, every.without(masked), local, tuple(groups), kept)
 
     def wire(self, model: Model) -> Wire:
         return Wire(self.codec, self.down == "count", self.division(model))
@@ -144,6 +210,16 @@ class FedMask(PrunedMasks):
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
         structure = record.held.structure if record else None
         return self.wire(course.model).downlink(*self.due(course, state, record), state.levels, structure, state.real)
+
+    def exchanged(self, model: Model) -> int:
+        division = self.division(model)
+        return division.masked.size + division.real.size
+
+    def paper_bytes(self, model: Model) -> tuple[int, int]:
+        """One bit for every mask element, pruned or not."""
+        division = self.division(model)
+        dense = bitset.size(division.masked.size) + 4 * division.real.size
+        return dense, dense
 
     def update_limit(self, model: Model) -> int:
         return self.wire(model).update_limit()

@@ -161,7 +161,7 @@ class Hermes(LocalSgd):
         """The device's parameters in its units: those on record, or new ones, which may only be fewer."""
         units = before = _units(a.model, record)
         if "units" in payload.arrays:
-            units = read_units(a.model.manifest, payload)
+            units = read_units(a.model.manifest, payload.arrays["units"])
             if (units.alive & ~before.alive).any():
                 raise PayloadError("array 'units' has units that the device had pruned; they do not come back")
         own, fixed = state.parameters[units.places], frozen(a.model.manifest)[units.places]

@@ -24,7 +24,7 @@ step for each tensor, the federation's cohort K.
 - **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one.
 - **Mean.** After the last round N and the statistics are sent as their means over the last rounds (`lattice_down`).
 - **Pruning.** `current` gives the state at the start of a round: after `prune_after` rounds that of the smaller network
-  (`lattice_prune`). Every vector of a state, payload or update then is the smaller network's (`lattice_network`).
+  (`lattice_prune`). Every vector of a state, payload or update then is the smaller network's (`units.Network`).
 
 The rms, gains and bytes of a cohort enter by their median, so that no single device sets them. The mean samples and
 the rounds that devices missed are those of all reports so far.
@@ -48,7 +48,7 @@ from edge_client.bundle import F32, Model
 from edge_client.errors import DivergedError, PayloadError
 from edge_client.methods import Influence, Range, Search, lattice_down, lattice_grid, lattice_levels, lattice_statistics
 from edge_client.methods.averaging import Mean, accelerated
-from edge_client.methods.lattice_down import CHANGE, STEPS, UNITS
+from edge_client.methods.lattice_down import CHANGE, STEPS
 from edge_client.methods.lattice_grid import (
     HIGHEST,
     MIDDLE,
@@ -65,12 +65,13 @@ from edge_client.methods.lattice_grid import (
     spread,
     steps,
 )
-from edge_client.methods.lattice_network import Network, network
+from edge_client.methods.lattice_network import on_grid
 from edge_client.methods.lattice_prune import check, pruned
 from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_train import train
 from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update
 from edge_client.methods.lattice_wire import MOST_MOVE, UpHead, read_moves
+from edge_client.methods.units import UNITS, Network, network
 from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, count, u8, vector
@@ -129,7 +130,8 @@ class Lattice(Settings):
 
     def known_up(self, net: Network, a: Assignment, held: Counts, level: int) -> Known:
         """What both sides know of the moves of a device whose N is `held`."""
-        return lattice.up(dither(a, net.part.size), spans(net.part), sizes(held, level))
+        part = on_grid(net)
+        return lattice.up(dither(a, part.size), spans(part), sizes(held, level))
 
     def exchanged(self, model: Model) -> int:
         return grid(model.manifest).size
@@ -144,15 +146,15 @@ class Lattice(Settings):
         state = self.current(a.course, a.round, state)
         net, first = network(a.course, state.units), () if state.reports else ("rms",)
         allow_only(payload, MOVES, STATISTICS, *first)
-        a = net.assignment(a)
+        a, part = net.assignment(a), on_grid(net)
         data = bytes_of(payload, MOVES)
         samples = count(payload, "samples", MAX_SAMPLES)
         higher = extra_levels(samples, state.samples) if state.reports else 0
         gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level + higher))
-        each = vector(payload, "rms", len(net.part.blocks)) if first else None
+        each = vector(payload, "rms", len(part.blocks)) if first else None
         if each is not None:
             with np.errstate(over="ignore"):
-                step = self.own_steps(a, net.part, each)
+                step = self.own_steps(a, part, each)
             if not ((each >= 0).all() and np.isfinite(step).all()):
                 raise PayloadError(f"the rms of {a.device!r} are {each.min()} .. {each.max()}; lower the learning rate")
         held = lattice_statistics.numbers(state.statistics)
@@ -166,7 +168,7 @@ class Lattice(Settings):
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The moves count with the samples that they are weighted by, so their sum is norm times weight."""
-        part = network(a.course, self.current(a.course, a.round, state).units).part
+        part = on_grid(network(a.course, self.current(a.course, a.round, state).units))
         statistics = float(np.sqrt(np.square(update.statistics, dtype=np.float64).sum()))
         each = np.array([np.abs(update.moves[p]).sum(dtype=np.int64) for p in part.places]) * update.scale
         if update.rms is not None:
@@ -204,7 +206,7 @@ class Lattice(Settings):
         state = self.current(a.course, a.round, state)
         if total is None:
             total = Total(np.zeros(state.counts.size), Mean(state.statistics.size))
-        part = network(a.course, state.units).part
+        part = on_grid(network(a.course, state.units))
         total.moves += self.moved(a, part, update) * (1.0 if update.rms is None else update.samples)
         total.statistics.add(update.samples, update.statistics)
         total.samples.append(update.samples)
@@ -222,11 +224,12 @@ class Lattice(Settings):
         """N with the round's moves in it; the level of the next ones; the pruning after the last dense round."""
         state = self.current(course, round_, state)
         net = network(course, state.units)
+        part = on_grid(net)
         reports, weight, each = len(total.samples), math.fsum(total.samples), state.steps
         if not state.reports:
             middle = np.median(np.stack(total.rms).astype(np.float64), axis=0).astype(np.float32)
-            each = steps(net.part, middle, self.first_quantum(course), course.cohort)
-            moved = total.moves * (course.cohort / weight) / spread(net.part, each)
+            each = steps(part, middle, self.first_quantum(course), course.cohort)
+            moved = total.moves * (course.cohort / weight) / spread(part, each)
         else:
             moved = total.moves * (course.cohort * state.samples / weight)
         change, residual, velocity = applied(state, moved, self.server_momentum)
@@ -307,7 +310,7 @@ class Lattice(Settings):
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """SGD from the global model; the change as whole numbers."""
         net, task = received.net, received.net.task(task)
-        a, part = task.assignment, net.part
+        a, part = task.assignment, on_grid(net)
         rival = net.model if self.guarded(net) and received.samples else None
         own = train(task, received.parameters, received.statistics, self.plan(net), rival=rival)
         change = part.gather(own.parameters) - part.gather(received.parameters)

@@ -15,14 +15,15 @@ from edge_kernels.lattice_model import Known
 from edge_client.errors import PayloadError
 from edge_client.methods import lattice_grid, lattice_statistics
 from edge_client.methods.lattice_grid import MIDDLE, Counts, sizes, spans
-from edge_client.methods.lattice_network import Network, network
+from edge_client.methods.lattice_network import nearest, on_grid, weights
 from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_values import Kept, Received, Record, State, cut
 from edge_client.methods.lattice_wire import DownHead, down_head, read_counts, stale
+from edge_client.methods.units import UNITS, Network, network
 from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, u8, vector
 from edge_client.task import Assignment, Course
 
-CHANGE, STEPS, UNITS, STATISTICS, REPORTS = "change", "steps", "units", lattice_statistics.NAME, "reports"
+CHANGE, STEPS, STATISTICS, REPORTS = "change", "steps", lattice_statistics.NAME, "reports"
 
 
 def base_round(round_: int, record: Record | None) -> int:
@@ -38,9 +39,9 @@ def known(settings: Settings, net: Network, base: int, round_: int, low: int, he
     The mean after the last round also differs where N has changed in the rounds that it covers.
     """
     if round_ - base > lattice_grid.HISTORY:
-        return lattice.whole(spans(net.part))
+        return lattice.whole(spans(on_grid(net)))
     first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - settings.window(net.course)))
-    return lattice.down(*net.nearest(first, round_, settings.prune_after), spans(net.part), sizes(held, low))
+    return lattice.down(*nearest(net, first, round_, settings.prune_after), spans(on_grid(net)), sizes(held, low))
 
 
 # --- server half
@@ -92,17 +93,17 @@ def read(settings: Settings, a: Assignment, kept: Kept | None, downlink: Payload
     first = a.round == 1 or (downlink.meta.get(REPORTS) == 0 and CHANGE not in downlink.arrays)
     allow_only(downlink, *((CHANGE, STEPS, STATISTICS) if not first else ()), *((UNITS,) if a.round > 1 else ()))
     net = received_network(settings, a, kept, downlink)
-    kept = cut(kept, net)
+    kept, part = cut(kept, net), on_grid(net)
     own = net.model.buffers
     if kept is not None and kept.statistics.size == own.size and settings.statistics == "local":
         own = kept.statistics
     if first:
-        zeros, none = np.zeros(net.part.size, np.int32), np.zeros(len(net.part.blocks), np.float32)
+        zeros, none = np.zeros(part.size, np.int32), np.zeros(len(part.blocks), np.float32)
         return Received(net, zeros, none, MIDDLE, 0.0, own, net.model.parameters)
     head, data = down_head(bytes_of(downlink, CHANGE))
     base = a.round - head.missed if head.missed else 1
     if not head.missed:
-        each, held = vector(downlink, STEPS, len(net.part.blocks)), np.zeros(net.part.size, np.int32)
+        each, held = vector(downlink, STEPS, len(part.blocks)), np.zeros(part.size, np.int32)
         if not (each > 0).all():
             raise PayloadError("a step of the downlink is not above 0")
     else:
@@ -114,7 +115,7 @@ def read(settings: Settings, a: Assignment, kept: Kept | None, downlink: Payload
         sent = lattice_statistics.read(downlink, lattice_statistics.numbers(before))
         own = lattice_statistics.values(sent)
     counts = read_counts(a, base, head, data, held, sent, known(settings, net, base, a.round, head.low, held))
-    parameters = net.weights(settings.unit(a.course, each), counts)
+    parameters = weights(net, settings.unit(a.course, each), counts)
     if not np.isfinite(parameters).all():
         raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite")
     return Received(net, counts, each, head.level, head.samples, own, parameters)
@@ -140,6 +141,6 @@ def kept_since(net: Network, a: Assignment, kept: Kept | None, base: int) -> Kep
         raise stale(a, "it holds no counts")
     if base < 2:
         raise PayloadError(f"the downlink of round {a.round} builds on round {base}; fetch it again")
-    if kept.round != base or kept.counts.size != net.part.size:
+    if kept.round != base or kept.counts.size != on_grid(net).size:
         raise stale(a, f"it holds {kept.counts.size} counts of round {kept.round}, and round {base} was due")
     return kept

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest, Packed, views
 from edge_client.errors import ConfigError
-from edge_client.methods.lattice_network import network
+from edge_client.methods.lattice_network import cut_history, live, weights
 from edge_client.methods.lattice_values import State
-from edge_client.methods.units import Units, unpacked, whole
+from edge_client.methods.units import Units, network, whole
 from edge_client.task import Course
 
 
@@ -38,8 +38,7 @@ def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[st
             "least one of its own: raise rounds, or lower prune_after"
         )
     packed = choose(m, course.model.parameters, prune, prune_keep)
-    network(course, packed)
-    if unpacked(m, packed).alive.all():
+    if network(course, packed).units is None:
         raise ConfigError(
             f"prune = {prune} removes no unit of model {m.name!r}: its groups {[g.name for g in m.groups]} are too "
             "small, or belong to layers that are neither linear nor convolutions, such as recurrent ones; name a group "
@@ -49,18 +48,19 @@ def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[st
 
 def pruned(course: Course, state: State, unit: F32, prune: float, prune_keep: Mapping[str, float]) -> State:
     """The state of the smaller network; `unit` is what one count moves a weight of each tensor, float32[tensors]."""
-    weights = network(course, None).weights(unit, state.counts)
-    units = choose(course.model.manifest, weights, prune, prune_keep)
+    now = weights(network(course, None), unit, state.counts)
+    units = choose(course.model.manifest, now, prune, prune_keep)
     net, own = network(course, units), len(state.statistics) > 0
+    stays = live(net)
     return replace(
         state,
-        counts=state.counts[net.live],
+        counts=state.counts[stays],
         statistics=net.buffers(state.statistics) if own else state.statistics,
-        history=net.history(state.history),
+        history=cut_history(net, state.history),
         recent=net.buffers(state.recent.T).T if own else state.recent,
         bad=0,
-        residual=state.residual[net.live],
-        velocity=state.velocity[net.live],
+        residual=state.residual[stays],
+        velocity=state.velocity[stays],
         units=units,
     )
 

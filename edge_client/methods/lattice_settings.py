@@ -13,9 +13,9 @@ from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError
 from edge_client.methods import MORE_EPOCHS, lattice_grid
 from edge_client.methods.lattice_grid import MIDDLE, grid
-from edge_client.methods.lattice_network import Network
 from edge_client.methods.lattice_train import Plan
 from edge_client.methods.local_sgd import LocalSgd, window
+from edge_client.methods.units import Network
 from edge_client.task import Course
 
 PERSONAL_RATE = 1 / 3  # of the rounds' rate

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Packed
 from edge_client.methods.averaging import Mean
 from edge_client.methods.lattice_grid import HIGHEST, MIDDLE, Counts, History
-from edge_client.methods.lattice_network import Network
+from edge_client.methods.lattice_network import live, whole_size
+from edge_client.methods.units import Network
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,12 @@ class Total:
 
 def cut(kept: Kept | None, net: Network) -> Kept | None:
     """What a device kept of the whole network, as that of the smaller one."""
-    if kept is None or net.units is None or kept.units is not None or kept.counts.size != net.whole_size:
+    if kept is None or net.units is None or kept.units is not None or kept.counts.size != whole_size(net):
         return kept
     own = kept.statistics
     return replace(
         kept,
-        counts=kept.counts[net.live],
+        counts=kept.counts[live(net)],
         statistics=net.buffers(own) if own.size == net.origin.model.buffers.size else own,
         units=net.units.packed,
     )

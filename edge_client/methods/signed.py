@@ -12,8 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from edge_client.methods.fedmask import FedMask
-from edge_client.methods.structure import Choice
+from edge_client.methods.fedmask import Choice, FedMask
 from edge_client.training.gates import Gate, SignTanh
 
 

@@ -2,11 +2,12 @@
 
 Both sides have the weights of all layers but the last, the *masked* ones, from the bundle. Their magnitudes are fixed;
 a weight is its magnitude times a sign, and before round 1 the sign is the weight's own. The last layer, the *head*, is
-float32 and stays on the device, like batch-norm statistics.
+float32 and stays on the device, like batch-norm statistics. A method may prune the network before round 1: then all
+vectors here are the smaller network's (`units.Network`), and its units travel once.
 
 - Down, ``down = "sign"``: the devices' majority, each counted by its samples; a tie is +1. It travels as its changes to
   the weights' own signs. ``down = "count"``: how many of the last round's devices voted +1, each counted once, coded
-  given the weights' own signs. Either needs nothing that a device could have missed.
+  given the weights' own signs. Either needs nothing that a device could have missed, but for the units.
 - Up: the device's signs as changes to the majority that it received, coded in contexts of the counts.
 - A device makes real *latents* from what it received: `radius` times the mean of the signs, -1..1; in round 1 times
   values in 0..1 as well, the same for all, since latents begin as real random numbers. Their signs times the magnitudes
@@ -28,10 +29,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32, Bits, Model, Packed
-from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import Influence, Method, Range, Search, changes
+from edge_client.errors import ConfigError, LostError, PayloadError
+from edge_client.methods import ALL, Influence, Method, Range, Search, changes
 from edge_client.methods.averaging import Mean
 from edge_client.methods.changes import ExactCodecName
+from edge_client.methods.units import UNITS, Units, network
 from edge_client.parts import Part, rest, tensors, weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, u8
@@ -49,27 +51,43 @@ Votes = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class State:
-    """How many of `votes` votes for each sign were +1, [masked]. The majority alone is one vote."""
+    """How many of `votes` votes for each sign were +1, [masked]. The majority alone is one vote.
+
+    `units` are the packed bits of the pruned network, None when the method prunes nothing.
+    """
 
     plus: Votes
     votes: int
+    units: Packed | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last round in which a device reported. It holds the units since."""
+
+    round: int
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a device keeps: its own float32 parameters and statistics, and with ``restart = "latent"`` its latents."""
+    """What a device keeps: its own float32 parameters and statistics, and with ``restart = "latent"`` its latents.
+
+    They are of the network of `units`, as in `State`.
+    """
 
     local: F32
     buffers: F32
     latents: F32 | None = None
+    units: Packed | None = None
 
 
 @dataclass(frozen=True)
 class Received:
-    """A downlink: the votes as in `State`."""
+    """A downlink: the votes as in `State`, and the units that it brought or the device held."""
 
     plus: Votes
     votes: int
+    units: Packed | None = None
 
     @property
     def mean(self) -> F32:
@@ -100,7 +118,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Division:
+class Parts:
     """Parts of the model: signs are learned of `masked`; `local` is trained as float32 on the device."""
 
     masked: Part
@@ -108,19 +126,18 @@ class Division:
 
 
 class SignMasks(Method):
-    """Base of methods that learn signs on fixed magnitudes.
+    """Base of methods that learn signs on fixed magnitudes."""
 
-    A method may hold more beside these values, so what it stores has no narrower type here.
-    """
-
-    state_type: ClassVar[type[Any]] = State
-    kept_type: ClassVar[type[Any]] = Kept
+    state_type: ClassVar[type[State]] = State
+    kept_type: ClassVar[type[Kept]] = Kept
     search: ClassVar[Search] = {
         "lr": Range(0.1, 100.0, log=True),
         "local_lr": Range(0.001, 0.1, log=True),
         "restart": ("radius", "latent"),
     }
     gate: ClassVar[Gate]
+    prunes: ClassVar[bool] = False
+    """Whether `prune` names units, which then travel once to each device."""
 
     down: Literal["sign", "count"] = "sign"
     """What travels down: the majority of the signs, one bit each, or how many devices voted +1."""
@@ -152,8 +169,12 @@ class SignMasks(Method):
         """How far from 0 the latents of round 1 are, float32[masked] in 0..1; all devices begin with the same."""
         ...
 
-    def division(self, model: Model) -> Division:
-        """How this configuration divides the model. Raises ConfigError without a layer before the head."""
+    def prune(self, model: Model) -> Units | None:
+        """The units that stay, chosen before round 1; None: the method prunes nothing."""
+        return None
+
+    def parts(self, model: Model) -> Parts:
+        """The parts by this configuration. Raises ConfigError without a layer before the head."""
         m = model.manifest
         if len(m.layers) < 2:
             raise ConfigError(
@@ -162,53 +183,68 @@ class SignMasks(Method):
             )
         masked = weights(m, m.layers[:-1])
         head = tensors(m, {*m.layers[-1].weights, *m.layers[-1].biases})
-        return Division(masked, rest(m, masked) if self.biases == "local" else head)
+        return Parts(masked, rest(m, masked) if self.biases == "local" else head)
 
     def own_signs(self, model: Model) -> Bits:
         """The signs of the bundle's weights, bool[masked]; 0 counts as +."""
-        own: Bits = self.division(model).masked.gather(model.parameters) >= 0
+        own: Bits = self.parts(model).masked.gather(model.parameters) >= 0
         return own
 
     def stays(self, course: Course) -> str:
         return "the last layer is each device's own"
 
     def exchanged(self, model: Model) -> int:
-        return self.division(model).masked.size
+        """The signs of the network that stays."""
+        units = self.prune(model)
+        return self.parts(model if units is None else units.small.model(model)).masked.size
 
     def paper_bytes(self, model: Model) -> tuple[int, int]:
         """One byte a sign both ways, "the smallest element" of the paper's framework."""
-        return self.exchanged(model), self.exchanged(model)
+        size = self.exchanged(model)
+        return size, size
 
     # --- server half
 
-    def start(self, course: Course) -> Any:
-        return State(self.own_signs(course.model).astype(np.uint8), 1)
+    def start(self, course: Course) -> State:
+        pruned = self.prune(course.model)
+        units = None if pruned is None else pruned.packed
+        return State(self.own_signs(network(course, units).model).astype(np.uint8), 1, units)
 
-    def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:
-        own = self.own_signs(course.model)
+    def audience(self, course: Course, round_: int, record: Record | None) -> str:
+        return "new" if self.prunes and record is None else ALL
+
+    def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
+        """The signs; the units as well for a device that may not hold them."""
+        own = self.own_signs(network(course, state.units).model)
+        once = {UNITS: state.units} if state.units is not None and record is None else {}
         if self.down == "sign":
-            return changes.encode(self.codec, state.plus > 0, own)
+            sent = changes.encode(self.codec, state.plus > 0, own)
+            return Payload({**sent.arrays, **once}, sent.meta)
         guess = own * state.plus.dtype.type(state.votes)
-        return Payload({COUNTS: u8(counts.encode(state.plus, state.votes, guess))}, {"votes": state.votes})
+        votes = u8(counts.encode(state.plus, state.votes, guess))
+        return Payload({COUNTS: votes, **once}, {"votes": state.votes})
 
     def update_limit(self, model: Model) -> int:
         return changes.limit(weights(model.manifest, model.manifest.layers).size)
 
-    def read_update(self, a: Assignment, state: Any, record: Any, payload: Payload) -> Update:
+    def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         due, what = Received(state.plus, state.votes), f"the update of {a.device!r} in round {a.round}"
-        contexts = due.contexts(self.division(a.model).masked)
+        contexts = due.contexts(self.parts(network(a.course, state.units).model).masked)
         signs = changes.decode(self.codec, payload, due.signs, what, contexts=contexts)
         return Update(bitset.pack(signs), count(payload, "samples", MAX_SAMPLES))
 
-    def influence(self, a: Assignment, state: Any, update: Update) -> Influence | None:
+    def influence(self, a: Assignment, state: State, update: Update) -> Influence | None:
         """The claimed weight; None where every device counts once."""
         return Influence(1.0, update.samples) if self.down == "sign" else None
 
-    def limited(self, a: Assignment, state: Any, update: Update, scale: float, weight: float) -> Update:
+    def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         return replace(update, samples=weight)
 
-    def fold(self, a: Assignment, state: Any, total: Tally | Mean | None, update: Update, record: Any) -> Any:
+    def fold(
+        self, a: Assignment, state: State, total: Tally | Mean | None, update: Update, record: Record | None
+    ) -> tuple[Tally | Mean, Record | None]:
         """Count the +1, or add n_k times the signs -1 and +1, whose sum over n is the paper's mean mask."""
+        record = Record(a.round) if self.prunes else None
         if self.down == "count":
             tally = total if isinstance(total, Tally) else Tally(state.plus.size)
             tally.add(update.signs)
@@ -219,52 +255,63 @@ class SignMasks(Method):
         return mean, record
 
     def finish(
-        self, course: Course, round_: int, took_part: Sequence[str], state: Any, total: Tally | Mean
-    ) -> tuple[Any, Mapping[str, Any]]:
+        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Tally | Mean
+    ) -> tuple[State, Mapping[str, Record]]:
         if isinstance(total, Tally):
-            return State(total.counts(), total.total), {}
-        return State((total.sum >= 0).astype(np.uint8), 1), {}
+            return State(total.counts(), total.total, state.units), {}
+        return State((total.sum >= 0).astype(np.uint8), 1, state.units), {}
 
     # --- client half
 
-    def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Any:
-        own, what = self.own_signs(a.model), f"the downlink of round {a.round}"
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
+        what, units, once = f"the downlink of round {a.round}", None, (UNITS,) if self.prunes else ()
+        if self.prunes:
+            units = downlink.arrays.get(UNITS, kept.units if kept else None)
+            if units is None:
+                raise LostError(f"{what} is for a device that knows the units; this one does not")
+        own = self.own_signs(network(a.course, units).model)
         if self.down == "sign":
-            return Received(changes.decode(self.codec, downlink, own, what).astype(np.uint8), 1)
+            majority = changes.decode(self.codec, downlink, own, what, once)
+            return Received(majority.astype(np.uint8), 1, units)
         votes = count(downlink, "votes", MOST_VOTES)
         guess = own * counts.dtype_for(votes).type(votes)
         try:
-            return Received(counts.decode(coded(downlink, COUNTS), own.size, votes, guess), votes)
+            plus = counts.decode(coded(downlink, COUNTS, once), own.size, votes, guess)
         except CodecError as error:
             raise PayloadError(f"{what} cannot be decoded: {error}; fetch it again") from None
+        return Received(plus, votes, units)
 
-    def local_round(self, task: Task, kept: Any, received: Any) -> Local:
+    def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """A few epochs of SGD on the latents and on the device's own float32 parameters."""
-        model, division = task.assignment.model, self.division(task.assignment.model)
+        net = network(task.assignment.course, received.units)
+        task, kept = net.task(task), of_units(kept, received.units)
+        model, parts = task.assignment.model, self.parts(task.assignment.model)
         values, buffers = self.own_values(model, kept)
         latents = self.latents(received, kept)
         if task.assignment.round == 1:
             latents *= self.sureness(task.assignment.course)
         loss = self.train(task, values, buffers, latents)
         signs = latents >= 0
-        sent = changes.encode(self.codec, signs, received.signs, received.contexts(division.masked))
-        own = Kept(division.local.gather(values), buffers, latents if self.restart == "latent" else None)
+        sent = changes.encode(self.codec, signs, received.signs, received.contexts(parts.masked))
+        left = latents if self.restart == "latent" else None
+        own = Kept(parts.local.gather(values), buffers, left, received.units)
         update = Payload(sent.arrays, {**sent.meta, "samples": task.samples})
-        return Local(own, update, Personal(values, buffers), loss)
+        return Local(own, update, net.personal(values, buffers), loss)
 
-    def personal(self, task: Task, kept: Any, received: Any) -> Personal:
+    def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The majority's signs under the device's own head; an untrained head for a device that never took part."""
-        model = task.assignment.model
-        values, buffers = self.own_values(model, kept)
+        net = network(task.assignment.course, received.units)
+        model = net.model
+        values, buffers = self.own_values(model, of_units(kept, received.units))
         signs = np.where(received.signs, np.float32(1), np.float32(-1))
-        self.division(model).masked.scatter(self.magnitudes(model) * signs, values)
-        return Personal(values, buffers)
+        self.parts(model).masked.scatter(self.magnitudes(model) * signs, values)
+        return net.personal(values, buffers)
 
     def own_values(self, model: Model, kept: Kept | None) -> tuple[F32, F32]:
         """Copies of parameters and statistics: the bundle's, with the device's own in their places."""
         values, buffers = model.parameters.copy(), (kept.buffers if kept else model.buffers).copy()
         if kept:
-            self.division(model).local.scatter(kept.local, values)
+            self.parts(model).local.scatter(kept.local, values)
         return values, buffers
 
     def latents(self, received: Received, kept: Kept | None) -> F32:
@@ -277,14 +324,14 @@ class SignMasks(Method):
     def train(self, task: Task, values: F32, buffers: F32, latents: F32) -> float:
         """SGD on `latents` and on the float32 parameters in `values`, in place; `values` ends with the signs' weights.
 
-        Latents are clipped by `bounded` after each step.
+        Latents are clipped by `bound` after each step.
         """
-        division = self.division(task.assignment.model)
+        parts = self.parts(task.assignment.model)
         fixed, layers = self.magnitudes(task.assignment.model), []
-        for b, place in zip(division.masked.blocks, division.masked.places, strict=True):
+        for b, place in zip(parts.masked.blocks, parts.masked.places, strict=True):
             sgd = Sgd(b.size, self.lr, self.momentum)
             layers.append((b.span, masked_step(self.gate, fixed[place], latents[place], sgd)))
-        own = division.local.gather(values)
+        own = parts.local.gather(values)
         sgd, loss = Sgd(own.size, self.local_lr, self.momentum), EpochLoss()
         for span, layer in layers:
             layer.effective(values[span])
@@ -296,9 +343,16 @@ class SignMasks(Method):
                 layer.step(g.parameters[span])
                 self.bound(layer.scores)
                 layer.effective(values[span])
-            sgd.step(own, division.local.gather(g.parameters))
-            division.local.scatter(own, values)
+            sgd.step(own, parts.local.gather(g.parameters))
+            parts.local.scatter(own, values)
         return loss.mean
 
     def bound(self, latents: F32) -> None:
         """Bring latents back into their range, in place, after a step; they have none unless a method says so."""
+
+
+def of_units(kept: Kept | None, units: Packed | None) -> Kept | None:
+    """What a device kept, if that is of the network of these units."""
+    if kept is None or units is None:
+        return kept
+    return kept if kept.units is not None and np.array_equal(kept.units, units) else None

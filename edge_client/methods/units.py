@@ -2,13 +2,13 @@
 
 The bits of a structure are those of all groups in the manifest's order, 1 for a unit that stays. Every group keeps at
 least one. Layers whose channels form no group, such as the last one, stay whole. `edge_client.narrow` makes the
-network.
+network; `Network` is a course and its tasks on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
@@ -19,12 +19,13 @@ from edge_kernels.channels import by_channel
 from edge_kernels.pruning import group_norms, keep_largest
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Bits, Manifest, Packed, views
+from edge_client.bundle import F32, Bits, Manifest, Model, Packed, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import bits_digest
 from edge_client.narrow import Channels, Narrow, narrow
-from edge_client.protocol.payload import Payload
-from edge_client.task import Personal
+from edge_client.task import Assignment, Course, Personal, Task
+
+UNITS = "units"  # the array of a structure in a payload
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,68 @@ def held(manifest: Manifest, packed: Packed) -> Units:
         raise LostError(f"the structure that the device kept is damaged: {error}") from None
 
 
-def read_units(manifest: Manifest, payload: Payload) -> Units:
-    """The structure in a payload's array `units`. Raises PayloadError."""
+def read_units(manifest: Manifest, packed: Packed) -> Units:
+    """The structure that a payload's array `units` says. Raises PayloadError."""
     try:
-        return unpacked(manifest, payload.arrays["units"])
+        return unpacked(manifest, packed)
     except ValueError as error:
         raise PayloadError(f"array 'units': {error}") from None
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the rounds train: the whole network when `units` is None, else the one of these units, cut in memory.
+
+    `course` has it as its model, `origin` the whole one.
+    """
+
+    origin: Course
+    course: Course
+    units: Units | None = None
+
+    @property
+    def model(self) -> Model:
+        """The bundle's values of this network."""
+        return self.course.model
+
+    def assignment(self, a: Assignment) -> Assignment:
+        """The same one, of this network."""
+        return replace(a, course=self.course)
+
+    def task(self, task: Task) -> Task:
+        """The same one, of this network."""
+        return task if self.units is None else task.narrow(self.units.channels)
+
+    def buffers(self, whole: F32) -> F32:
+        """Statistics of the whole network as this one's."""
+        return whole if self.units is None else whole[self.units.small.buffers]
+
+    def personal(self, parameters: F32, buffers: F32) -> Personal:
+        """This network's values as a model of the bundle, zero and masked where a unit is gone."""
+        if self.units is None:
+            return Personal(parameters, buffers)
+        return self.units.placed(parameters, buffers, self.origin.model.buffers)
+
+
+def network(course: Course, packed: Packed | None) -> Network:
+    """The network of the units that a state or a downlink names; the whole one for None, or when every unit stays.
+
+    Raises PayloadError.
+    """
+    if packed is None:
+        return Network(course, course)
+    read_units(course.model.manifest, packed)
+    return _network(Same(course), packed.tobytes())
+
+
+@lru_cache(maxsize=4)
+def _network(same: Same, data: bytes) -> Network:
+    """As `network`. A coordinator needs a round's network for each of its devices."""
+    course: Course = same.value
+    units = unpacked(course.model.manifest, np.frombuffer(data, np.uint8))
+    if units.alive.all():
+        return Network(course, course)
+    return Network(course, replace(course, model=units.small.model(course.model)), units)
 
 
 def carried(values: F32 | None, packed: Packed, now: Units) -> F32 | None:
