@@ -240,7 +240,8 @@ class Lattice(Settings):
         for _ in range(state.round + 1, round_):  # all of that round's updates were left out
             history = history.then(np.zeros(0, np.int32), HIGHEST)
             recent = np.concatenate([recent, state.statistics[None]])
-        history = history.then(counts - state.counts, state.cell)
+        onto = state.coarser > 0  # N moves onto the cells, whose level may have risen
+        history = history.then(counts - state.counts, min(state.lowest, state.cell) if onto else state.cell)
         bad = state.bad + 1 if self.guarded(net) and median_low(total.gains) > 0 else 0
         seen = state.reports + reports
         statistics = state.statistics
@@ -257,7 +258,7 @@ class Lattice(Settings):
             round=round_,
             samples=(state.samples * state.reports + weight) / seen,
             reports=seen,
-            lowest=min(state.lowest, state.cell),
+            lowest=state.cell if onto else min(state.lowest, state.cell),
             bad=bad,
             away=state.away + total.away,
             again=state.again + total.again,
@@ -347,9 +348,14 @@ class Lattice(Settings):
 
 
 def applied(state: State, moved: NDArray[np.float64], most: float) -> tuple[NDArray[np.int64], F32, F32]:
-    """How N changes by a sum of moves, int64[n] in whole cells; what is left of it and the velocity, float32[n]."""
+    """How N changes by a sum of moves, int64[n]; what is left of it and the velocity, float32[n].
+
+    N changes by whole cells. With cells above the moves N itself moves onto them, so that it takes few bytes in whole.
+    """
     step, velocity = accelerated(np.ldexp(moved, state.level), state.velocity, most)
-    left, cell = state.residual + step, 2.0**state.cell
-    change = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
-    residual = np.clip(left - change, -MOST, MOST).astype(np.float32)
-    return change.astype(np.int64), residual, np.clip(velocity, -MOST, MOST).astype(np.float32)
+    cell = 2.0**state.cell
+    between = state.counts - np.rint(state.counts / cell) * cell if state.coarser else np.zeros(len(state.counts))
+    left = state.residual + step + between
+    sent = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
+    residual = np.clip(left - sent, -MOST, MOST).astype(np.float32)
+    return (sent - between).astype(np.int64), residual, np.clip(velocity, -MOST, MOST).astype(np.float32)

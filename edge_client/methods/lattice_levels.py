@@ -10,11 +10,14 @@ import math
 from dataclasses import replace
 
 from edge_client.methods import lattice_grid
+from edge_client.methods.lattice_grid import MIDDLE
 from edge_client.methods.lattice_values import State
 
-COARSEST = 2  # levels of the cell above the moves that the budget asks for
+COARSEST = 2  # levels of the cell above the first moves that the budget asks for
 FAR = 4.0  # where the rounds of a device are at least so far apart, coarser cells are worth the delay
-SHORT = 8  # rounds in which a coarser cell would delay N too much; twice as many allow one level, and so on
+SHORT = 6  # rounds in which a coarser cell would delay N too much; twice as many allow one level, and so on
+FINER = 1  # levels that moves are finer then: most bytes travel down, and the less noise, the less changes
+TWICE = 2.0  # what the rounds left may need, once cells are coarse, before cells and moves rise once more
 MOST_RISE = 3  # levels of the moves at a time
 
 
@@ -50,12 +53,16 @@ def settled(state: State, rounds: int) -> bool:
 def raised(state: State, need: float, rounds: int, top: int) -> State:
     """The state with coarser cells or moves, where the rounds left need so many times, above 1, what is left.
 
-    A level for each factor of 2. Cells first, where the rounds of a device are far apart: elsewhere they would delay N
-    and save little. With few `rounds` in all they would delay it too much. Then, in a later round, moves, up to
-    the level `top`; what is needed beyond that exceeds the budget.
+    Where the rounds of a device are far apart, most bytes travel down. There cells rise at once and moves become finer.
+    One more level of both may follow, so that moves are at most those of the first round; what is needed beyond that
+    exceeds the budget. With few `rounds` in all a coarser cell would delay N too much. Elsewhere moves rise, a level
+    for each factor of 2, up to the level `top`.
     """
-    rise = math.ceil(math.log2(need))
     coarsest = min(COARSEST, round(math.log2(rounds / SHORT))) if apart(state) >= FAR else 0
-    if state.coarser < coarsest:
-        return replace(state, coarser=min(state.coarser + rise, coarsest))
-    return replace(state, level=min(state.level + min(rise, MOST_RISE), max(state.level, top)))
+    if coarsest > 0:
+        if state.cell < MIDDLE + coarsest:
+            level = min(state.level, MIDDLE - FINER)
+            return replace(state, level=level, coarser=MIDDLE + coarsest - level)
+        return replace(state, level=state.level + 1) if need > TWICE and state.level < MIDDLE else state
+    rise = min(math.ceil(math.log2(need)), MOST_RISE)
+    return replace(state, level=min(state.level + rise, max(state.level, top)))
