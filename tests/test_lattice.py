@@ -404,19 +404,66 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
     assert (settled(fleet.state, 3), settled(fleet.state, 4)) == (True, False)
 
 
-def test_cells_rise_first_and_only_where_devices_are_many_rounds_apart() -> None:
+def test_where_devices_are_many_rounds_apart_cells_are_coarse_at_once_and_moves_finer() -> None:
     start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
 
-    def after(apart: int, coarser: int, need: float, rounds: int = 30) -> tuple[int, int]:
-        risen = raised(replace(start, coarser=coarser, away=apart - 1), need, rounds, 16)
+    def after(apart: int, levels: tuple[int, int], need: float, rounds: int = 30) -> tuple[int, int]:
+        """How the levels of moves, less MIDDLE, and of cells above them go on."""
+        level, coarser = levels
+        risen = raised(replace(start, level=MIDDLE + level, coarser=coarser, away=apart - 1), need, rounds, 16)
         return risen.level - MIDDLE, risen.coarser
 
-    assert [after(apart, 0, 100.0) for apart in (1, 2, 3, 4, 50)] == [(3, 0), (3, 0), (3, 0), (0, 2), (0, 2)]
-    assert [after(5, 0, need) for need in (1.5, 3.0)] == [(0, 1), (0, 2)]
-    assert [after(5, 0, 3.0, rounds) for rounds in (2, 8, 15, 25)] == [(2, 0), (2, 0), (0, 1), (0, 2)]
-    assert after(5, 2, 1.5) == (1, 2)
-    assert after(5, 2, 100.0) == (3, 2)
-    assert after(1, 4, 3.0) == (2, 4)  # what the setting `coarser` says stays
+    assert [after(apart, (0, 0), 100.0) for apart in (1, 2, 3, 4, 50)] == [(3, 0), (3, 0), (3, 0), (-1, 3), (-1, 3)]
+    assert [after(5, (0, 0), need) for need in (1.5, 3.0)] == [(-1, 3), (-1, 3)]
+    assert [after(5, (0, 0), 3.0, rounds) for rounds in (2, 8, 9, 16, 17)] == [
+        (2, 0),
+        (2, 0),
+        (-1, 2),
+        (-1, 2),
+        (-1, 3),
+    ]
+    assert [after(5, (-1, 3), need) for need in (1.5, 3.0, 100.0)] == [(-1, 3), (0, 3), (0, 3)]  # one level more
+    assert after(5, (0, 3), 100.0) == (0, 3)
+    assert after(5, (-2, 3), 1.5) == (-2, 4)  # the guard made the moves finer
+    assert after(5, (0, 2), 100.0) == (0, 2)  # what the setting `coarser` says stays
+    assert after(1, (0, 4), 3.0) == (2, 4)
+
+
+def test_n_moves_onto_coarser_cells_and_loses_nothing() -> None:
+    counts = np.array([0, 100, -100, 300, 3 * 256, -700], np.int32)
+    state = replace(
+        Fleet(Lattice(), THREE).state,
+        counts=counts,
+        residual=np.full(6, 60.0, np.float32),
+        velocity=np.zeros(6, np.float32),
+        level=MIDDLE - 1,
+        coarser=3,
+    )
+    moved = np.array([0.0, 0, 0, 5, 0, 1])
+    change, left, _ = method_module.applied(state, moved, 0.0)
+    now = counts + change
+    assert not (now % 2 ** (MIDDLE + 2)).any()
+    assert np.array_equal(now + left, counts + 60 + moved * 2 ** (MIDDLE - 1))
+    assert now.tolist() == [0, 0, 0, 1024, 1024, -1024]
+    assert np.abs(left).max() <= 0.7 * 1024
+
+
+def test_a_new_device_receives_n_in_whole_cells_once_they_are_coarse() -> None:
+    fleet = Fleet(
+        Lattice(epochs=1, quantum=0.25, lr=0.1, server_momentum=0.0), {**THREE, "d": samples(3, 40)}, rounds=14
+    )
+    for _ in range(3):
+        fleet.play(*"ab")
+    fine = len(fleet.method.downlink(fleet.course, 4, fleet.state, None).arrays[CHANGE])
+    assert fleet.state.lowest == MIDDLE
+    fleet.state = replace(fleet.state, level=MIDDLE - 1, coarser=5)
+    fleet.play(*"ab")
+    assert fleet.state.lowest == MIDDLE + 4
+    assert not (fleet.state.counts % 2 ** (MIDDLE + 4)).any()
+    fleet.play("a", "c")  # c has no N, a and b hold finer ones
+    assert len(fleet.method.downlink(fleet.course, 6, fleet.state, None).arrays[CHANGE]) < fine
+    for device in "abd":
+        assert np.array_equal(fleet.receive(device).counts, fleet.state.counts)
 
 
 def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +483,7 @@ def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatc
         after = method.levelled(course, 2, replace(now, spent=-float(down)), Total(np.zeros(D), Mean(0), sizes=[0]))
         return after.level - MIDDLE, after.coarser
 
-    for away, due in ((1, (1, 0)), (3, (1, 0)), (5, (0, 1))):
+    for away, due in ((1, (1, 0)), (3, (1, 0)), (5, (-1, 2))):
         fits = (14 + away / 2) / (12 + away)  # a delivery is half a round of federated averaging
         assert (risen(away, 0.99 * fits), risen(away, 1.01 * fits)) == ((0, 0), due)
 
@@ -561,7 +608,8 @@ def test_the_server_moves_further_where_rounds_agree(most: float) -> None:
 
 
 def test_whole_sums_of_moves_leave_nothing_when_the_cell_is_the_level() -> None:
-    state = replace(Fleet(Lattice(), THREE).state, residual=np.zeros(5, np.float32), velocity=np.zeros(5, np.float32))
+    zero = {"counts": np.zeros(5, np.int32), "residual": np.zeros(5, np.float32), "velocity": np.zeros(5, np.float32)}
+    state = replace(Fleet(Lattice(), THREE).state, **zero)
     sums = np.array([-3.0, -1.0, 0.0, 1.0, 700.0])
     change, left, _ = method_module.applied(state, sums, 0.0)
     assert np.array_equal(change, sums * 2**MIDDLE)
@@ -577,7 +625,8 @@ def test_whole_sums_of_moves_leave_nothing_when_the_cell_is_the_level() -> None:
 def test_a_sum_is_rounded_away_from_0_only_from_seven_tenths_of_a_cell() -> None:
     """From half a cell, as one rounds else, N would move to and fro with the noise of sums about half a cell."""
     left = np.array([0.5, 0.6, 0.69, 0.71, 1.69, 1.71, -0.5, -0.69, -0.71, -1.71]) * 2**MIDDLE
-    state = replace(Fleet(Lattice(), THREE).state, residual=left.astype(np.float32), velocity=np.zeros(10, np.float32))
+    zero = {"counts": np.zeros(10, np.int32), "velocity": np.zeros(10, np.float32)}
+    state = replace(Fleet(Lattice(), THREE).state, residual=left.astype(np.float32), **zero)
     change, after, _ = method_module.applied(state, np.zeros(10), 0.0)
     assert (change / 2**MIDDLE).tolist() == [0, 0, 0, 1, 1, 2, 0, 0, -1, -2]
     assert after == pytest.approx(left - change, abs=1e-4)
