@@ -27,7 +27,7 @@ from edge_client.methods.averaging import Mean
 from edge_client.methods.lattice import MOVES, Lattice
 from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import HISTORY, MIDDLE, dither, grid, nearest, rms, spans, spread, steps
-from edge_client.methods.lattice_levels import apart, lateness, raised, settled
+from edge_client.methods.lattice_levels import apart, coarse, coarsest, lateness, raised, settled
 from edge_client.methods.lattice_train import Plan, train
 from edge_client.methods.lattice_values import Record, Total
 from edge_client.methods.lattice_wire import UpHead, up_head
@@ -290,9 +290,9 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
 def test_the_budget_asks_for_no_steps_beyond_a_quantum_of_ten(quantum: float, top: int) -> None:
     fleet = Fleet(Lattice(quantum=quantum), THREE)
     assert fleet.method.top == MIDDLE + top
-    assert raised(fleet.state, 1e9, 14, fleet.method.top).level == MIDDLE + min(top, 3)
-    coarse = replace(fleet.state, level=MIDDLE + top + 1)
-    assert raised(coarse, 1e9, 14, fleet.method.top) == coarse
+    assert raised(fleet.state, 1e9, fleet.method.top).level == MIDDLE + min(top, 3)
+    high = replace(fleet.state, level=MIDDLE + top + 1)
+    assert raised(high, 1e9, fleet.method.top) == high
 
 
 @pytest.mark.parametrize(("rounds", "due"), [(1, 0.25), (2, 0.4), (3, 0.9), (4, 1.6), (5, 2.5), (60, 2.5)])
@@ -404,29 +404,64 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
     assert (settled(fleet.state, 3), settled(fleet.state, 4)) == (True, False)
 
 
-def test_where_devices_are_many_rounds_apart_cells_are_coarse_at_once_and_moves_finer() -> None:
+def test_cells_are_coarse_where_devices_are_many_rounds_apart_and_the_run_is_long_enough() -> None:
     start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
 
-    def after(apart: int, levels: tuple[int, int], need: float, rounds: int = 30) -> tuple[int, int]:
-        """How the levels of moves, less MIDDLE, and of cells above them go on."""
-        level, coarser = levels
-        risen = raised(replace(start, level=MIDDLE + level, coarser=coarser, away=apart - 1), need, rounds, 16)
-        return risen.level - MIDDLE, risen.coarser
+    def cells(apart: int, rounds: int = 60, **now: int) -> int:
+        return coarsest(replace(start, away=apart - 1, **now), rounds)
 
-    assert [after(apart, (0, 0), 100.0) for apart in (1, 2, 3, 4, 50)] == [(3, 0), (3, 0), (3, 0), (-1, 3), (-1, 3)]
-    assert [after(5, (0, 0), need) for need in (1.5, 3.0)] == [(-1, 3), (-1, 3)]
-    assert [after(5, (0, 0), 3.0, rounds) for rounds in (2, 8, 9, 16, 17)] == [
-        (2, 0),
-        (2, 0),
-        (-1, 2),
-        (-1, 2),
-        (-1, 3),
-    ]
-    assert [after(5, (-1, 3), need) for need in (1.5, 3.0, 100.0)] == [(-1, 3), (0, 3), (0, 3)]  # one level more
-    assert after(5, (0, 3), 100.0) == (0, 3)
-    assert after(5, (-2, 3), 1.5) == (-2, 4)  # the guard made the moves finer
-    assert after(5, (0, 2), 100.0) == (0, 2)  # what the setting `coarser` says stays
-    assert after(1, (0, 4), 3.0) == (2, 4)
+    assert [cells(apart) for apart in (1, 2, 3, 4, 50)] == [0, 0, 0, 2, 2]
+    assert [cells(5, rounds) for rounds in (2, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
+    assert cells(1, coarser=3, level=MIDDLE - 1) == 2  # once coarse they stay
+    assert cells(50, level=MIDDLE + 1) == 0  # and once moves are coarser, cells are fine
+    assert cells(50, level=MIDDLE - 1) == 2
+
+
+def test_with_coarse_cells_moves_are_finer_and_both_rise_once_more() -> None:
+    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
+
+    def after(level: int, coarser: int, need: float, cells: int = 2) -> tuple[int, int]:
+        """How the levels of moves, less MIDDLE, and of cells above them go on."""
+        now = coarse(replace(start, level=MIDDLE + level, coarser=coarser), need, cells)
+        return now.level - MIDDLE, now.coarser
+
+    assert [after(0, 0, need) for need in (1.1, 100.0)] == [(-1, 3), (-1, 3)]
+    assert after(0, 0, 3.0, cells=1) == (-1, 2)
+    assert after(-2, 0, 3.0) == (-2, 4)  # the guard made moves finer
+    assert [after(-1, 3, need) for need in (1.9, 2.0, 2.1, 100.0)] == [(-1, 3), (-1, 3), (0, 3), (0, 3)]
+    assert after(0, 3, 100.0) == (0, 3)
+    assert [after(-2, 4, 3.0), after(-1, 4, 3.0)] == [(-1, 4), (-1, 4)]
+    assert after(-2, 3, 3.0) == (-1, 3)
+
+
+def test_moves_rise_by_a_level_for_each_factor_of_two_up_to_the_top() -> None:
+    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
+
+    def after(level: int, need: float, top: int) -> int:
+        return raised(replace(start, level=MIDDLE + level), need, MIDDLE + top).level - MIDDLE
+
+    assert [after(0, need, 9) for need in (1.1, 2.0, 2.1, 4.1, 100.0)] == [1, 1, 2, 3, 3]
+    assert [after(0, 100.0, 2), after(1, 100.0, 2), after(3, 100.0, 2)] == [2, 2, 3]
+
+
+def test_few_returns_do_not_say_that_devices_are_near() -> None:
+    """One device of four that comes again in round 2 makes n 2.5, in a fleet of any size."""
+    fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0), THREE, rounds=30)
+    fleet.play(*"abc")
+    fleet.play(*"abc")
+    method, far = fleet.method, {"steps": fleet.state.steps, "spent": 1e9, "level": MIDDLE}
+
+    def levels(away: int, again: int, **settings: Any) -> tuple[int, int]:
+        now = replace(fleet.state, away=away, again=again, **far)
+        after = method.model_copy(update=settings).levelled(fleet.course, 2, now, Total(np.zeros(D), Mean(0), sizes=[1]))
+        return after.level - MIDDLE, after.coarser
+
+    assert levels(4, 1) == (0, 0)
+    assert levels(4, 0) == (-1, 3)
+    assert levels(3, 3) == (3, 0)
+    now = {"coarser": 2}
+    far["coarser"] = 2
+    assert levels(40, 3, **now) == (3, 2)  # with the setting `coarser` moves rise
 
 
 def test_n_moves_onto_coarser_cells_and_loses_nothing() -> None:
@@ -440,8 +475,8 @@ def test_n_moves_onto_coarser_cells_and_loses_nothing() -> None:
         coarser=3,
     )
     moved = np.array([0.0, 0, 0, 5, 0, 1])
-    change, left, _ = method_module.applied(state, moved, 0.0)
-    now = counts + change
+    now, left, _ = method_module.applied(state, moved, 0.0)
+    now = now.astype(np.int64)
     assert not (now % 2 ** (MIDDLE + 2)).any()
     assert np.array_equal(now + left, counts + 60 + moved * 2 ** (MIDDLE - 1))
     assert now.tolist() == [0, 0, 0, 1024, 1024, -1024]

@@ -7,7 +7,7 @@ step for each tensor, the federation's cohort K.
   device's moves are in steps of its own, from its own `rms` and FIRST * the quantum. Until a round counts an update,
   each is played like the first.
 - **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one more doubles the step. N keeps its
-  unit, so nothing is rounded, and late devices need not know when the level changed.
+  unit, and late devices need not know when the level changed.
 - **Up.** A device sends ``m = floor(a + u)`` with its dither u and
   ``a = change / (step * 2**(level - MIDDLE)) * samples / mean samples``, in the first round ``a = change / own step``.
   It keeps nothing of the rounding. A device with 16 times the mean samples or more has a higher level
@@ -17,10 +17,10 @@ step for each tensor, the federation's cohort K.
   momentum b ``V <- b * V + M`` and ``R += M + b * V``; b is how much M and V agree (`averaging.accelerated`). With
   ``server_momentum = 0`` the model is the weighted mean in expectation, as in FedAvg. With
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
-  the state.
+  the state. With `coarser` above 0, what N lies beside the cells moves to R first.
 - **Down.** How N changed since the one that the device holds (`lattice_down`). Statistics likewise
   (`lattice_statistics`).
-- **Budget.** `levelled` estimates what the rounds left need and asks `lattice_levels` for a coarser cell or level.
+- **Budget.** `levelled` estimates what the rounds left need and asks `lattice_levels` for coarser cells or moves.
 - **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one.
 - **Mean.** After the last round N and the statistics are sent as their means over the last rounds (`lattice_down`).
 - **Pruning.** `current` gives the state at the start of a round: after `prune_after` rounds that of the smaller network
@@ -232,9 +232,9 @@ class Lattice(Settings):
             moved = total.moves * (course.cohort / weight) / spread(part, each)
         else:
             moved = total.moves * (course.cohort * state.samples / weight)
-        change, residual, velocity = applied(state, moved, self.server_momentum)
+        after, residual, velocity = applied(state, moved, self.server_momentum)
         top = MOST >> state.cell << state.cell
-        counts = np.clip(state.counts + change, -top, top).astype(np.int32)
+        counts = np.clip(after, -top, top).astype(np.int32)
         history = state.history
         recent = state.recent
         for _ in range(state.round + 1, round_):  # all of that round's updates were left out
@@ -275,12 +275,17 @@ class Lattice(Settings):
         up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
         state = replace(state, spent=state.spent + up + down)
         free = round_ + self.window(course) < course.rounds and not state.bad
-        if like and free and lattice_levels.settled(state, like):
+        cells = 0 if self.coarser else lattice_levels.coarsest(state, course.rounds)
+        sure = cells or state.again >= lattice_levels.RETURNS
+        if like and free and sure and lattice_levels.settled(state, like):
             each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
             apart = lattice_levels.apart(state)
             left = self.allowed(network(course, state.units), apart) - state.spent
             need = (course.rounds - round_ + apart) * each / max(each, left)
-            state = lattice_levels.raised(state, need, course.rounds, self.top) if need > 1 else state
+            if need > 1 and cells:
+                state = lattice_levels.coarse(state, need, cells)
+            elif need > 1:
+                state = lattice_levels.raised(state, need, self.top)
         if state.bad >= BAD_ROUNDS and state.level > 0:
             state = replace(state, level=state.level - 1, bad=0)
         return state
@@ -347,15 +352,15 @@ class Lattice(Settings):
         return net.personal(parameters, buffers)
 
 
-def applied(state: State, moved: NDArray[np.float64], most: float) -> tuple[NDArray[np.int64], F32, F32]:
-    """How N changes by a sum of moves, int64[n]; what is left of it and the velocity, float32[n].
+def applied(state: State, moved: NDArray[np.float64], most: float) -> tuple[NDArray[np.float64], F32, F32]:
+    """N after a sum of moves, float64[n]; what it lacks and the velocity, float32[n].
 
     N changes by whole cells. With cells above the moves N itself moves onto them, so that it takes few bytes in whole.
     """
     step, velocity = accelerated(np.ldexp(moved, state.level), state.velocity, most)
-    cell = 2.0**state.cell
-    between = state.counts - np.rint(state.counts / cell) * cell if state.coarser else np.zeros(len(state.counts))
-    left = state.residual + step + between
-    sent = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
-    residual = np.clip(left - sent, -MOST, MOST).astype(np.float32)
-    return (sent - between).astype(np.int64), residual, np.clip(velocity, -MOST, MOST).astype(np.float32)
+    cell, counts = 2.0**state.cell, state.counts.astype(np.float64)
+    base = np.rint(counts / cell) * cell if state.coarser else counts
+    left = state.residual + step + (counts - base)
+    change = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
+    residual = np.clip(left - change, -MOST, MOST).astype(np.float32)
+    return base + change, residual, np.clip(velocity, -MOST, MOST).astype(np.float32)

@@ -13,11 +13,12 @@ from edge_client.methods import lattice_grid
 from edge_client.methods.lattice_grid import MIDDLE
 from edge_client.methods.lattice_values import State
 
-COARSEST = 2  # levels of the cell above the first moves that the budget asks for
-FAR = 4.0  # where the rounds of a device are at least so far apart, coarser cells are worth the delay
-SHORT = 6  # rounds in which a coarser cell would delay N too much; twice as many allow one level, and so on
-FINER = 1  # levels that moves are finer then: most bytes travel down, and the less noise, the less changes
-TWICE = 2.0  # what the rounds left may need, once cells are coarse, before cells and moves rise once more
+COARSEST = 2  # levels of a cell above the first moves that the budget asks for
+FAR = 4.0  # where the rounds of a device are at least so far apart, coarse cells are worth the delay
+RETURNS = 3  # updates of devices that came again, before the rounds of a device count as near
+SHORT = 6  # with cells above the first moves by j levels N takes some 2**j of these many rounds to follow
+FINER = 1  # levels that moves become finer when cells become coarse: their noise is most of what travels down
+TWICE = 2.0  # what the rounds left may need, once cells are coarse, before cells and moves rise by a level
 MOST_RISE = 3  # levels of the moves at a time
 
 
@@ -50,19 +51,34 @@ def settled(state: State, rounds: int) -> bool:
     return bool(((last == state.cell) | (lengths == 0)).all())
 
 
-def raised(state: State, need: float, rounds: int, top: int) -> State:
-    """The state with coarser cells or moves, where the rounds left need so many times, above 1, what is left.
+def coarsest(state: State, rounds: int) -> int:
+    """The level of a cell above the first moves where the rounds of a device are far apart; 0 elsewhere.
 
-    Where the rounds of a device are far apart, most bytes travel down. There cells rise at once and moves become finer.
-    One more level of both may follow, so that moves are at most those of the first round; what is needed beyond that
-    exceeds the budget. With few `rounds` in all a coarser cell would delay N too much. Elsewhere moves rise, a level
-    for each factor of 2, up to the level `top`.
+    The first rounds tell little of the distance. So cells that are coarse stay, and moves that are coarser than the
+    first ones keep fine cells.
     """
-    coarsest = min(COARSEST, round(math.log2(rounds / SHORT))) if apart(state) >= FAR else 0
-    if coarsest > 0:
-        if state.cell < MIDDLE + coarsest:
-            level = min(state.level, MIDDLE - FINER)
-            return replace(state, level=level, coarser=MIDDLE + coarsest - level)
-        return replace(state, level=state.level + 1) if need > TWICE and state.level < MIDDLE else state
+    if state.coarser or (state.level <= MIDDLE and apart(state) >= FAR):
+        return max(0, min(COARSEST, round(math.log2(rounds / SHORT))))
+    return 0
+
+
+def coarse(state: State, need: float, level: int) -> State:
+    """The state with cells `level` above the first moves, and finer moves; most bytes travel down there.
+
+    `need` is how many times what is left, above 1, the rounds left need. Later cells and moves may rise by one level;
+    what is needed beyond that exceeds the budget.
+    """
+    if not state.coarser:
+        moves = min(state.level, MIDDLE - FINER)
+        return replace(state, level=moves, coarser=MIDDLE + level - moves)
+    rises = need > TWICE and state.cell < MIDDLE + level + FINER
+    return replace(state, level=state.level + 1) if rises else state
+
+
+def raised(state: State, need: float, top: int) -> State:
+    """The state with coarser moves, where the rounds left need so many times, above 1, what is left.
+
+    A level for each factor of 2, up to the level `top`; what is needed beyond that exceeds the budget.
+    """
     rise = min(math.ceil(math.log2(need)), MOST_RISE)
     return replace(state, level=min(state.level + rise, max(state.level, top)))

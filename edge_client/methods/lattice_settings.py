@@ -39,7 +39,7 @@ class Settings(LocalSgd):
     """Batch-norm statistics are averaged, or stay on the device."""
     budget: Annotated[float, Field(ge=1)] = 110.0
     """FedAvg's bytes divided by this, or 6 kB a round if that is more, may go to moves, changes, statistics and the
-    last delivery. Where a run would take more, cells and steps become coarser, up to a quantum of ten. 1: never."""
+    last delivery. Where a run would take more, steps become coarser, up to a quantum of ten, or cells. 1: never."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The share of the rounds whose mean model is the final one, at most 16 rounds; 0: the last round's model."""
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -101,10 +101,8 @@ class Settings(LocalSgd):
 
         A smaller network has the budget of its own size, from the first round that trained it.
         """
-        before = 0 if net.units is None else self.prune_after
-        after = net.course.rounds - before + deliveries / 2
         whole, now = (max(self.round_budget(model), LEAST) for model in (net.origin.model, net.model))
-        return before * whole + after * now
+        return self.prune_after * whole + (net.course.rounds - self.prune_after + deliveries / 2) * now
 
     def guarded(self, net: Network) -> bool:
         """Whether devices compare this network with the bundle's."""
