@@ -449,19 +449,18 @@ def test_few_returns_do_not_say_that_devices_are_near() -> None:
     fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0), THREE, rounds=30)
     fleet.play(*"abc")
     fleet.play(*"abc")
-    method, far = fleet.method, {"steps": fleet.state.steps, "spent": 1e9, "level": MIDDLE}
+    total = Total(np.zeros(D), Mean(0), sizes=[1])
 
-    def levels(away: int, again: int, **settings: Any) -> tuple[int, int]:
-        now = replace(fleet.state, away=away, again=again, **far)
-        after = method.model_copy(update=settings).levelled(fleet.course, 2, now, Total(np.zeros(D), Mean(0), sizes=[1]))
+    def levels(away: int, again: int, level: int = 0, coarser: int = 0) -> tuple[int, int]:
+        now = {"away": away, "again": again, "level": MIDDLE + level, "coarser": coarser, "spent": 1e9}
+        method = fleet.method.model_copy(update={"coarser": coarser})
+        after = method.levelled(fleet.course, 2, replace(fleet.state, **now), total)
         return after.level - MIDDLE, after.coarser
 
     assert levels(4, 1) == (0, 0)
     assert levels(4, 0) == (-1, 3)
     assert levels(3, 3) == (3, 0)
-    now = {"coarser": 2}
-    far["coarser"] = 2
-    assert levels(40, 3, **now) == (3, 2)  # with the setting `coarser` moves rise
+    assert levels(40, 3, level=-2, coarser=2) == (1, 2)  # with the setting `coarser` moves rise
 
 
 def test_n_moves_onto_coarser_cells_and_loses_nothing() -> None:
@@ -510,7 +509,7 @@ def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatc
 
     def risen(away: int, share: float) -> tuple[int, int]:
         """After round 2, where a device's bytes of a later round are this share of what a round may take."""
-        now = replace(state, away=3 * away - 1, again=2)
+        now = replace(state, away=4 * away - 1, again=3)
         late = min(away, 2)
         down = len(fleet.method.downlink(course, 3, now, Record(3 - late)).arrays[CHANGE])
         fresh = len(fleet.method.downlink(course, 3, now, Record(2)).arrays[CHANGE])
