@@ -459,7 +459,7 @@ def test_few_returns_do_not_say_that_devices_are_near() -> None:
 
     assert levels(4, 1) == (0, 0)
     assert levels(4, 0) == (-1, 3)
-    assert levels(3, 3) == (3, 0)
+    assert levels(3, 2) == (3, 0)
     assert levels(40, 3, level=-2, coarser=2) == (1, 2)  # with the setting `coarser` moves rise
 
 
@@ -509,7 +509,7 @@ def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatc
 
     def risen(away: int, share: float) -> tuple[int, int]:
         """After round 2, where a device's bytes of a later round are this share of what a round may take."""
-        now = replace(state, away=4 * away - 1, again=3)
+        now = replace(state, away=3 * away - 1, again=2)
         late = min(away, 2)
         down = len(fleet.method.downlink(course, 3, now, Record(3 - late)).arrays[CHANGE])
         fresh = len(fleet.method.downlink(course, 3, now, Record(2)).arrays[CHANGE])
