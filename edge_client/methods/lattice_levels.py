@@ -16,7 +16,7 @@ from edge_client.methods.lattice_values import State
 COARSEST = 2  # levels of a cell above the first moves that the budget asks for
 FAR = 4.0  # where the rounds of a device are at least so far apart, coarse cells are worth the delay
 RETURNS = 2  # updates of devices that came again, before the rounds of a device count as near
-SHORT = 6  # with cells above the first moves by j levels N takes some 2**j of these many rounds to follow
+SHORT = 6  # times 2**j: about the rounds of a run that is long enough for cells j levels above the first moves
 FINER = 1  # levels that moves become finer when cells become coarse: their noise is most of what travels down
 TWICE = 2.0  # what the rounds left may need, once cells are coarse, before cells and moves rise by a level
 MOST_RISE = 3  # levels of the moves at a time
