@@ -25,7 +25,7 @@ from edge_bench.progress import PAUSE, Steps
 from edge_bench.reproduction import Cell, Reproduction, key, method_of, stands
 from edge_bench.simulate import RoundRow, run_all
 from edge_bench.simulation_file import find_bundle
-from edge_bench.stored_runs import RESULT, Run, known, stored
+from edge_bench.stored_runs import CELLS, RESULT, Run, known, stored
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
@@ -98,7 +98,7 @@ def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
     found = {sha: run for sha, run in runs if stands(run, method_of(missing[sha]))}
     for sha, run in found.items():
         run |= {"task": missing[sha].task, "label": missing[sha].label}
-        write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
+        write_text(folder / CELLS / f"{sha}.json", json.dumps(run) + "\n")
     return found
 
 
@@ -242,40 +242,18 @@ def reproduce(
     wanted = [cell for cell in cells if cell.task in there]
     done = known(folder, lambda said: report.warn(console, [said]))
     keyed = prepare(wanted, name)
-    failures: dict[str, str] = {}
     owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], method_of(cell))}
     if out is None:
         done |= (others := taken_over(folder, owed))
         owed = {sha: cell for sha, cell in owed.items() if sha not in others}
-    bundles = dict[str, Bundle]()
     console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
-    data: tuple[Any, dict[str, DeviceData]] = (None, {})
     try:
         with Steps(console, sum(cell.config.rounds for cell in owed.values()), PAUSE) as steps:
-            for sha, cell in owed.items():
-                config = cell.config.model_copy(update={"processes": processes})
-                try:
-                    bundle = bundles.get(config.bundle) or find_bundle(config.bundle)
-                    bundles[config.bundle] = bundle
-                    if data[0] != (cell.task, config.seed):
-                        devices = datasets.load(config.data, config.seed, bundle.manifest)
-                        data = (cell.task, config.seed), devices
-                    run = run_cell(Cell(cell.task, cell.label, config), bundle, data[1], steps, r.small)
-                except MaskfleetError as error:
-                    failures[cell.name] = str(error)
-                    steps.say(f"{cell.name} failed: {error}")
-                    continue
-                run |= {"cell": sha, "validation": validation}
-                if validation:
-                    run = {k: v for k, v in run.items() if k not in ("rounds", "curve")}
-                write_text(folder / "cells" / f"{sha}.json", json.dumps(run) + "\n")
-                done[sha] = run
-                steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
-                for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}, model=bundle.model()):
-                    steps.say(warning)
+            ran, failures = run_cells(owed, folder / CELLS, processes, validation, r.small, steps)
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on: cells that ended are kept, the one under way begins anew")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
+    done |= ran
     finish(name, r, folder, done, full)
     if validation:
         for cell, sha in keyed.values():
@@ -285,6 +263,39 @@ def reproduce(
         console.print((folder / "table.md").read_text())
     if failures:
         raise ConfigError("; ".join(f"{cell}: {why}" for cell, why in failures.items()))
+
+
+def run_cells(
+    cells: Mapping[str, Cell], folder: Path, processes: int | None, validation: bool, compact: bool, steps: Steps
+) -> tuple[dict[str, Run], dict[str, str]]:
+    """Run cells, by digest, and write each to its file when it ends: the runs by digest, why cells failed by name.
+
+    Data and bundles stay open while the cells that follow want the same.
+    """
+    ran, failures, bundles = dict[str, Run](), dict[str, str](), dict[str, Bundle]()
+    data: tuple[Any, dict[str, DeviceData]] = (None, {})
+    for sha, cell in cells.items():
+        config = cell.config.model_copy(update={"processes": processes})
+        try:
+            bundle = bundles.get(config.bundle) or find_bundle(config.bundle)
+            bundles[config.bundle] = bundle
+            if data[0] != (cell.task, config.seed):
+                devices = datasets.load(config.data, config.seed, bundle.manifest)
+                data = (cell.task, config.seed), devices
+            run = run_cell(Cell(cell.task, cell.label, config), bundle, data[1], steps, compact)
+        except MaskfleetError as error:
+            failures[cell.name] = str(error)
+            steps.say(f"{cell.name} failed: {error}")
+            continue
+        run |= {"cell": sha, "validation": validation}
+        if validation:
+            run = {k: v for k, v in run.items() if k not in ("rounds", "curve")}
+        write_text(folder / f"{sha}.json", json.dumps(run) + "\n")
+        ran[sha] = run
+        steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
+        for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}, model=bundle.model()):
+            steps.say(warning)
+    return ran, failures
 
 
 def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], full: bool) -> None:

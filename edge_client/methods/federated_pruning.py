@@ -30,7 +30,7 @@ from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.averaging import Total, added
 from edge_client.methods.fedavg import Update, influence, limited
 from edge_client.methods.local_sgd import LocalSgd, Weights
-from edge_client.methods.units import Units, carried, counts, held, live, read_units, strongest, unpacked, whole
+from edge_client.methods.units import UNITS, Units, carried, counts, held, live, read_units, strongest, unpacked, whole
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -113,7 +113,7 @@ class FederatedPruning(LocalSgd):
         units, sent = unpacked(course.model.manifest, state.units), _live_values(course.model, state)
         arrays = {"parameters": sent.parameters, "buffers": sent.buffers}
         known = record is not None and record.units.tobytes() == state.units.tobytes()
-        return Payload(arrays | ({} if known else {"units": state.units}), {"structure": units.digest})
+        return Payload(arrays | ({} if known else {UNITS: state.units}), {"structure": units.digest})
 
     def exchanged(self, model: Model) -> int:
         return model.manifest.d
@@ -172,9 +172,9 @@ class FederatedPruning(LocalSgd):
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
         """The smaller network. Raises LostError when its units were sent before and the device does not hold them."""
         m, name = a.model.manifest, downlink.meta.get("structure")
-        allow_only(downlink, "parameters", "buffers", "units")
-        if "units" in downlink.arrays:
-            units = read_units(m, downlink.arrays["units"])
+        allow_only(downlink, "parameters", "buffers", UNITS)
+        if UNITS in downlink.arrays:
+            units = read_units(m, downlink.arrays[UNITS])
         else:
             units = whole(m) if kept is None else held(m, kept.units)
         if units.digest != name:

@@ -33,7 +33,19 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.methods import ALL, Influence, Range, Search, ValueCodecName
 from edge_client.methods.averaging import distance, toward
 from edge_client.methods.local_sgd import LocalSgd
-from edge_client.methods.units import Units, carried, counts, held, live, read_units, shrunk, strongest, unpacked, whole
+from edge_client.methods.units import (
+    UNITS,
+    Units,
+    carried,
+    counts,
+    held,
+    live,
+    read_units,
+    shrunk,
+    strongest,
+    unpacked,
+    whole,
+)
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
 from edge_client.parts import frozen
 from edge_client.protocol.payload import Payload, allow_only, vector
@@ -160,12 +172,12 @@ class Hermes(LocalSgd):
     def read_update(self, a: Assignment, state: State, record: Structure | None, payload: Payload) -> Update:
         """The device's parameters in its units: those on record, or new ones, which may only be fewer."""
         units = before = _units(a.model, record)
-        if "units" in payload.arrays:
-            units = read_units(a.model.manifest, payload.arrays["units"])
+        if UNITS in payload.arrays:
+            units = read_units(a.model.manifest, payload.arrays[UNITS])
             if (units.alive & ~before.alive).any():
                 raise PayloadError("array 'units' has units that the device had pruned; they do not come back")
         own, fixed = state.parameters[units.places], frozen(a.model.manifest)[units.places]
-        return Update(units, self.uplink.read(a, "parameters", payload, own, fixed, "units"))
+        return Update(units, self.uplink.read(a, "parameters", payload, own, fixed, UNITS))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         return Influence(distance(update.parameters, state.parameters[update.units.places]), update.weight)
@@ -242,7 +254,7 @@ class Hermes(LocalSgd):
         residual = None if kept is None else carried(kept.residual, kept.units, units)
         sent, left = self.uplink.send(a, "parameters", parameters, start, frozen(small.manifest), residual)
         if units.digest != received.known:
-            sent["units"] = units.packed
+            sent[UNITS] = units.packed
         return Local(Kept(units.packed, personal.buffers, left), Payload(sent), personal, loss.mean)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
