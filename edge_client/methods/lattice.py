@@ -240,7 +240,7 @@ class Lattice(Settings):
         for _ in range(state.round + 1, round_):  # all of that round's updates were left out
             history = history.then(np.zeros(0, np.int32), HIGHEST)
             recent = np.concatenate([recent, state.statistics[None]])
-        onto = state.coarser > 0  # N moves onto the cells, whose level may have risen
+        onto = state.coarser > 0  # N moves onto the cells, which may just have become coarse
         history = history.then(counts - state.counts, min(state.lowest, state.cell) if onto else state.cell)
         bad = state.bad + 1 if self.guarded(net) and median_low(total.gains) > 0 else 0
         seen = state.reports + reports
@@ -283,7 +283,7 @@ class Lattice(Settings):
             left = self.allowed(network(course, state.units), apart) - state.spent
             need = (course.rounds - round_ + apart) * each / max(each, left)
             if need > 1 and cells:
-                state = lattice_levels.coarse(state, need, cells)
+                state = lattice_levels.coarse(state, cells)
             elif need > 1:
                 state = lattice_levels.raised(state, need, self.top)
         if state.bad >= BAD_ROUNDS and state.level > 0:

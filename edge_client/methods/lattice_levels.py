@@ -18,7 +18,6 @@ FAR = 4.0  # where the rounds of a device are at least so far apart, coarse cell
 RETURNS = 2  # updates of devices that came again, before the rounds of a device count as near
 SHORT = 6  # times 2**j: about the rounds of a run that is long enough for cells j levels above the first moves
 FINER = 1  # levels that moves become finer when cells become coarse: their noise is most of what travels down
-TWICE = 2.0  # what the rounds left may need, once cells are coarse, before cells and moves rise by a level
 MOST_RISE = 3  # levels of the moves at a time
 
 
@@ -62,17 +61,15 @@ def coarsest(state: State, rounds: int) -> int:
     return 0
 
 
-def coarse(state: State, need: float, level: int) -> State:
+def coarse(state: State, level: int) -> State:
     """The state with cells `level` above the first moves, and finer moves; most bytes travel down there.
 
-    `need` is how many times what is left, above 1, the rounds left need. Later cells and moves may rise by one level;
-    what is needed beyond that exceeds the budget.
+    They stay as they are from then on: what the rounds left still need beyond that exceeds the budget.
     """
-    if not state.coarser:
-        moves = min(state.level, MIDDLE - FINER)
-        return replace(state, level=moves, coarser=MIDDLE + level - moves)
-    rises = need > TWICE and state.cell < MIDDLE + level + FINER
-    return replace(state, level=state.level + 1) if rises else state
+    if state.coarser:
+        return state
+    moves = min(state.level, MIDDLE - FINER)
+    return replace(state, level=moves, coarser=MIDDLE + level - moves)
 
 
 def raised(state: State, need: float, top: int) -> State:
