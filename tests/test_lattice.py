@@ -904,7 +904,7 @@ def test_with_cosine_the_rate_falls_to_a_twentieth(epochs: int, due: list[float]
 
 def test_training_lowers_the_loss_at_a_small_part_of_the_bytes() -> None:
     data = {d: clusters(M, i) for i, d in enumerate("abc")}
-    fleet = Fleet(Lattice(epochs=1, lr=0.05, cosine=True), data, trainer=NumpyMlp(M))
+    fleet = Fleet(Lattice(epochs=1, lr=0.05), data, trainer=NumpyMlp(M))
     losses = []
     for _ in range(30):
         fleet.play(*"abc")

@@ -33,8 +33,6 @@ class Settings(LocalSgd):
     quantum: Annotated[float, Field(ge=QUANTUM, le=10_000)] = 2.5
     """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty. In a run of fewer than
     five rounds times (rounds / 5)^2, at least 0.25."""
-    cosine: bool = False
-    """The rate falls within each round, by a cosine to 5 %."""
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
     budget: Annotated[float, Field(ge=1)] = 110.0
@@ -115,7 +113,7 @@ class Settings(LocalSgd):
     def plan(self, net: Network) -> Plan:
         """How a device trains this network in a round."""
         if net.units is None:
-            return Plan(self.epochs, self.batch, self.learning_rate(net.model), self.momentum, self.cosine)
+            return Plan(self.epochs, self.batch, self.learning_rate(net.model), self.momentum)
         epochs = self.prune_epochs or PRUNED_EPOCHS * self.epochs
         rate = self.prune_lr or self.lr or self.usual_lr
         return Plan(epochs, self.batch, rate, self.momentum, cosine=True)
