@@ -374,11 +374,16 @@ def test_the_trainer_is_asked_once_a_batch() -> None:
     assert engine.calls == 2 * 3
 
 
-def test_theta_moves_by_differences_where_the_bundle_is_trained_masks_have_a_reference_and_theta_is_the_mode() -> None:
+def test_theta_moves_by_differences_for_a_trained_bundle_unless_the_posterior_is_set() -> None:
     drawn, trained = (replace(model(M), manifest=M.model_copy(update={"seed": seed})) for seed in (1, None))
     assert Coupled().by_difference(trained)
     assert not Coupled().by_difference(drawn)
     assert not FedPM().by_difference(trained)
-    for other in ({"posterior": "mean"}, {"spread": 1.0}, {"aggregate": "posterior"}):
+    posterior: list[dict[str, Any]] = [{"posterior": "mean"}, {"prior": 2.0}, {"reset_every": 3}]
+    for other in ({"spread": 1.0}, {"aggregate": "posterior"}, *posterior):
         assert not Coupled(**other).by_difference(trained)
+    assert not DeltaMask(tally="mean", prior=2.0).by_difference(trained)
     assert Coupled(aggregate="difference").by_difference(drawn)
+    for other in (*posterior, {"tally": "mean", "prior": 2.0}):
+        with pytest.raises(ValueError, match="no posterior, so (posterior|prior|reset_every) changes nothing"):
+            DeltaMask(aggregate="difference", **other)

@@ -36,7 +36,7 @@ def test_the_resnet_is_the_one_its_weights_are_for() -> None:
         assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("name", ["masks_mnist", "masks_mnist_all", "masks_cifar100", "masks_random"])
+@pytest.mark.parametrize("name", ["masks_mnist", "masks_mnist_all", "masks_cifar100"])
 def test_the_configurations_name_settings_that_exist(name: str) -> None:
     from edge_bench.simulation_file import read_config
 

@@ -48,7 +48,7 @@ def test_one_bit_a_live_element_both_ways_and_the_head_stays() -> None:
     assert set(f.updates["a"].arrays) == {"changes.bits"}
     assert f.updates["a"].arrays["changes.bits"].nbytes == bits.size(LIVE)
     assert f.down("a").arrays["changes.bits"].nbytes == bits.size(LIVE)
-    assert f.method.paper_bytes(f.course.model) == (bits.size(88), bits.size(88))
+    assert f.method.paper_bytes(f.course.model) == (LIVE, 88)  # a byte a sign
 
 
 def test_a_personal_model_has_the_averaged_signs_inside_the_devices_structure() -> None:

@@ -110,6 +110,7 @@ class BernoulliMasks(MaskedNetwork):
     state_type: ClassVar[type[Any]] = State
     kept_type: ClassVar[type[Any]] = Kept
     one_time: ClassVar[frozenset[str]] = frozenset({"head"})
+    of_posterior: ClassVar[tuple[str, ...]] = ("prior", "posterior", "reset_every")
     search: ClassVar[Search] = {
         "lr": Range(0.01, 1.0, log=True),
         "epochs": Range(1, 5),
@@ -140,7 +141,8 @@ class BernoulliMasks(MaskedNetwork):
     reset_every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Rounds between resets of the Beta posterior, 1 / rho."""
     aggregate: Literal["auto", "posterior", "difference"] = "auto"
-    """`auto`: by differences for a pre-trained bundle when masks have a reference, else by the posterior."""
+    """`auto`: by differences for a pre-trained bundle when masks have a reference and no setting of the posterior is
+    set, else by the posterior."""
     clip: Annotated[float, Field(ge=1e-6, le=0.4)] = 0.01
     """theta stays between this and 1 less this."""
 
@@ -150,7 +152,13 @@ class BernoulliMasks(MaskedNetwork):
             raise ValueError("aggregate='difference' needs a reference mask that the server knows; this one has none")
         if self.aggregate == "difference" and self.spread:
             raise ValueError("aggregate='difference' counts steps from one theta0; set spread = 0")
+        if self.aggregate == "difference" and (idle := self.shaping()):
+            raise ValueError(f"aggregate='difference' has no posterior, so {idle[0]} changes nothing; leave it out")
         return self
+
+    def shaping(self) -> list[str]:
+        """The settings of the posterior that differ from their defaults."""
+        return [n for n in self.of_posterior if getattr(self, n) != type(self).model_fields[n].default]
 
     @property
     def referenced(self) -> bool:
@@ -183,7 +191,7 @@ class BernoulliMasks(MaskedNetwork):
 
     def by_difference(self, model: Model) -> bool:
         """Whether theta moves by differences."""
-        automatic = self.referenced and pretrained(model) and not self.spread and self.posterior == "mode"
+        automatic = self.referenced and pretrained(model) and not self.spread and not self.shaping()
         return self.aggregate == "difference" or (self.aggregate == "auto" and automatic)
 
     def advanced(

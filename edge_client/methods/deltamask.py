@@ -40,6 +40,7 @@ class DeltaMask(BernoulliMasks):
     """Bernoulli masks: filtered changes up, probabilities down."""
 
     name: ClassVar[str] = "deltamask"
+    of_posterior: ClassVar[tuple[str, ...]] = (*BernoulliMasks.of_posterior, "tally")
 
     codec: SetCodecName | None = None
     """The set codec of the changes (docs/codecs.md). None: "fuse8-png", the paper's; by differences "entropy"."""

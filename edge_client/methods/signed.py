@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from edge_client.bundle import Model
 from edge_client.methods.fedmask import Choice, FedMask
 from edge_client.training.gates import Gate, SignTanh
 
@@ -29,3 +30,8 @@ class Signed(FedMask):
     """A received bit becomes the score +radius or -radius."""
     group_lasso: Annotated[float, Field(ge=0, le=0)] | None = None
     """Always 0: the lasso pulls soft values to 0, where a sign is least decided and not dead."""
+
+    def paper_bytes(self, model: Model) -> tuple[int, int]:
+        """One byte a sign: those of the structure up, all of them down (HideNseek, Table 2)."""
+        division = self.division(model)
+        return division.live + 4 * division.real.size, division.masked.size + 4 * division.real.size
