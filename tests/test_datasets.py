@@ -272,6 +272,7 @@ def test_own_data_without_owners_is_dealt_and_numbers_can_be_predicted(tmp_path:
         ({"x": X, "y": Y, "owner": np.repeat(["a", "../b"], 60)}, "cannot name a device"),
         ({"x": np.where(np.arange(120)[:, None] == 7, np.nan, X), "y": Y}, "own.npz: sample 7 holds NaN"),
         ({"x": np.where(np.arange(120)[:, None] == 9, 1e300, X), "y": Y}, "sample 9 holds .* beyond float32"),
+        ({"x": X, "y": Y, "group": np.arange(120) // 10, "is_test": np.arange(120) < 47}, "marks a part of group 4"),
         ({"x": X, "y": Y.astype(str)}, "labels have dtype <U21; number the classes 0, 1, 2"),
     ],
 )
@@ -290,6 +291,21 @@ def test_a_mistake_in_own_data_is_named(arrays: dict[str, Any], words: str, tmp_
 def test_more_samples_or_classes_than_there_are_is_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         divide(DataConfig(name="digits", **keys), 0)
+
+
+def test_a_device_with_one_training_sample_keeps_it_when_a_share_is_its_own_validation_part(tmp_path: Path) -> None:
+    y = np.append(Y[:30], [0, 0, 0])
+    config = saved(tmp_path, x=X[:33], y=y, owner=np.repeat([0, 1], [30, 3]))
+    changes: dict[str, Any] = {"evaluate": "validation", "validation": 0.2}
+    parts = load(config.model_copy(update=changes), 1, manifest((4,), OWN))
+    assert [(len(d.y), len(d.y_val)) for d in parts.values()] == [(15, 3), (1, 0)]
+
+
+@pytest.mark.parametrize("evaluate", ["test", "validation"])
+def test_with_per_class_a_device_has_its_validation_samples_whatever_is_scored(evaluate: Any) -> None:
+    config = DataConfig(name="digits", devices=3, split="classes", per_class=10, evaluate=evaluate, test_per_class=7)
+    for d in load(config, 1, manifest((64,), Classification(classes=10))).values():
+        assert (len(d.y), len(d.y_val), len(d.y_test)) == (20, 10, 14 if evaluate == "test" else 10)
 
 
 def test_a_label_outside_the_model_s_is_named_by_its_place_in_the_whole_file(tmp_path: Path) -> None:

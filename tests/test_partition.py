@@ -85,3 +85,21 @@ def test_where_no_draw_leaves_every_device_enough_that_is_said() -> None:
     y = np.repeat(np.arange(2), 50)
     with pytest.raises(ConfigError, match="no division left every one of 5 devices 10 samples; raise alpha"):
         partition.by_class(y, np.ones(100, np.int64), 5, 0, 1e-4, None)
+
+
+@pytest.mark.parametrize(("count", "classes"), [(100, 2), (7, 3), (3, 2), (5, 10)])
+def test_each_device_has_its_classes_and_each_class_as_many_devices_as_any_other(count: int, classes: int) -> None:
+    y = np.repeat(np.arange(10), 1000)
+    owner = partition.by_class(y, np.ones(len(y), np.int64), count, 1, 0.5, classes)
+    held = np.zeros((count, 10), bool)
+    held[owner[owner >= 0], y[owner >= 0]] = True
+    assert (held.sum(axis=1) == classes).all()
+    assert np.ptp(held.sum(axis=0)) <= 1
+    if count == 100:  # any two digits, not only neighbours
+        assert len({tuple(np.flatnonzero(row)) for row in held}) > 20
+
+
+@pytest.mark.parametrize(("classes", "advice"), [(2, "samples; lower devices"), (None, "raise alpha or lower devices")])
+def test_a_division_that_cannot_be_is_refused_with_what_to_change(classes: int | None, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        partition.by_class(np.arange(20) % 2, np.ones(20, np.int64), 15, 0, 0.5, classes)

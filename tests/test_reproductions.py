@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from edge_bench import results_page
+from edge_bench.datasets import divide
 from edge_bench.reproduction import cells, names, read
 
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, DataError
 from edge_client.methods import make_method
 
 DUE = {
@@ -39,6 +40,17 @@ def test_a_reproduction_s_settings_are_those_that_its_methods_and_data_have(name
             missing.add(str(error))
     if missing:
         pytest.skip("; ".join(sorted(missing)))
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_data_of_a_full_reproduction_can_be_divided_over_its_devices(name: str) -> None:
+    r = read(name, full=True)
+    for seed in r.seeds:
+        for config in {cell.task: cell.config for cell in cells(r, (seed,))}.values():
+            try:
+                divide(config.data, seed)
+            except DataError as error:
+                pytest.skip(str(error))
 
 
 def test_the_page_of_results_is_made_from_the_committed_files() -> None:

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import typer
 from edge_bench import datasets, simulate_cli
+from edge_bench.bundles import UNSEEN
 from edge_bench.data_table import DataConfig
 from edge_bench.fleet import fleet
 from edge_bench.report import by_kind, federation, simulated
 from edge_bench.simulate import RoundRow, Simulated, run, run_all
-from edge_bench.simulation_file import SimulationConfig, find_bundle, read_config
+from edge_bench.simulation_file import SimulationConfig, find_bundle, read_config, refuse_seen
 from edge_kernels import counter
 
 from edge_client.bundle import MANIFEST, Bundle, digest
@@ -594,3 +595,16 @@ def test_a_method_whose_code_raises_leaves_the_others_results_and_names_its_line
     assert "test_simulate.py, line " in said
     assert "raise ZeroDivisionError(" in said
     assert said.count("nothing left") == 2
+
+
+@pytest.mark.parametrize("keys", [{}, {"devices": 58}, {"devices": 10, "split": "iid"}])
+def test_devices_with_samples_that_the_bundle_was_trained_on_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"trained on all samples of femnist's owners from 57 on.* devices = 57"):
+        refuse_seen("cnn-femnist-pretrained", DataConfig(name="femnist", **keys))
+
+
+def test_the_owners_that_pre_training_leaves_out_are_those_that_a_simulation_may_have() -> None:
+    pretrain = pytest.importorskip("edge_bench.pretrain", exc_type=ImportError)
+    refuse_seen("cnn-femnist-pretrained", DataConfig(name="femnist", devices=pretrain.FEDERATED_WRITERS))
+    refuse_seen("cnn-femnist", DataConfig(name="femnist"))
+    assert UNSEEN == {"cnn-femnist-pretrained": ("femnist", pretrain.FEDERATED_WRITERS)}

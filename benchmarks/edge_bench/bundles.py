@@ -44,6 +44,8 @@ NAMES = (
     "squeezenet-imagenet",
 )
 """What `pretrain` builds; docs/models.md describes each."""
+UNSEEN = {"cnn-femnist-pretrained": ("femnist", 57)}
+"""The data set that a pre-trained bundle has seen, test samples too, but for so many of its first owners."""
 
 
 def cache_folder() -> Path:

@@ -231,13 +231,15 @@ def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | 
 
 
 def _sides(config: DataConfig, share: Share, unit: NDArray[np.int64], seed: int, what: str) -> tuple[Rows, Rows, Rows]:
-    """The rows a device trains on, validates on and is scored on. Raises DataError with too few to train on."""
-    trained, validated, reported = share.train, share.train[:0], share.validation
+    """The rows a device trains on, validates on and is scored on. Raises DataError with too few to train on.
+
+    With `per_class` the validation part is the device's own, whatever is scored: a method may need it.
+    """
+    trained, reported = share.train, share.validation
+    validated = share.validation if config.per_class is not None else share.train[:0]
     if config.evaluate == "test":
         reported = share.test
-        if config.per_class is not None:
-            validated = share.validation
-        else:
+        if config.per_class is None:
             trained = np.sort(np.concatenate([share.train, share.validation]))
     if len(trained) < (2 if config.evaluate == "test" else 1):  # a file with one training sample cannot `join`
         held = "1 sample" if len(trained) else "no samples"

@@ -101,6 +101,11 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
     if "is_test" in arrays and len(np.unique(arrays["is_test"])) < 2:
         raise DataError(f"{what}: `is_test` marks no sample or every one; mark some, or leave it out")
     unit = np.unique(arrays["group"], return_inverse=True)[1] if "group" in arrays else np.arange(n)
+    if "group" in arrays and "is_test" in arrays:
+        marked = np.bincount(unit, arrays["is_test"]) / np.bincount(unit)
+        if (cut := (marked[unit] > 0) & (marked[unit] < 1)).any():
+            group = arrays["group"][cut.argmax()]
+            raise DataError(f"{what}: `is_test` marks a part of group {group}; mark all of its samples, or none")
     owner, names = named(arrays.get("owner"), what)
     published = arrays["is_test"].astype(bool) if "is_test" in arrays else None
     return Samples(_narrow(x, what), y, unit.astype(np.int64), owner, names, published)

@@ -44,18 +44,18 @@ def by_class(
 ) -> NDArray[np.int64]:
     """The device of each group of one class `y` and of `size` samples, int64[n], -1 where a class has none.
 
-    With `classes` a device holds so many classes, shared evenly by their holders; without, each class is divided by
-    Dirichlet(alpha) shares. Raises ConfigError when no draw leaves every device `FEWEST` samples.
+    With `classes` a device holds so many classes, at random of those with the fewest holders so far, shared evenly by
+    their holders; without, each class is divided by Dirichlet(alpha) shares. Raises ConfigError when no draw leaves
+    every device `FEWEST` samples.
     """
     present = np.unique(y)
     owner = np.empty(len(y), np.int64)
     rng = np.random.default_rng(counter.key(seed, "deal"))
     for _ in range(1000):
         if classes is not None:
-            held = [
-                {int(present[(k * classes + j) % len(present)]) for j in range(classes)} for k in rng.permutation(count)
-            ]
-            share = np.array([[float(c in h) for h in held] for c in present])
+            share = np.zeros((len(present), count))
+            for k in range(count):
+                share[np.lexsort((rng.random(len(present)), share.sum(axis=1)))[:classes], k] = 1
             share /= np.maximum(share.sum(axis=1, keepdims=True), 1)
         else:
             share = rng.dirichlet(np.full(count, alpha), len(present))
@@ -69,7 +69,8 @@ def by_class(
                 owner[chosen] = k
         if np.bincount(owner[owner >= 0], size[owner >= 0], minlength=count).min() >= FEWEST:
             return owner
-    raise ConfigError(f"no division left every one of {count} devices {FEWEST} samples; raise alpha or lower devices")
+    advice = "lower devices" if classes is not None else "raise alpha or lower devices"
+    raise ConfigError(f"no division left every one of {count} devices {FEWEST} samples; {advice}")
 
 
 def few_of_classes(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_bench import datasets
-from edge_bench.bundles import NAMES, open_named
+from edge_bench.bundles import NAMES, UNSEEN, open_named
 from edge_bench.command_line import known_names, names_of
 from edge_bench.data_table import DataConfig
 from edge_bench.datasets import Divided
@@ -128,11 +128,22 @@ def prepare(config: SimulationConfig) -> tuple[Bundle, Divided]:
     Raises BundleError, DataError or ConfigError.
     """
     if not is_place(config.bundle):
+        refuse_seen(config.bundle, config.data)
         bundle = find_bundle(config.bundle)
         return bundle, datasets.divided(config.data, config.seed, bundle.manifest)
     found = datasets.read(config.data, config.export.input)
     bundle = open_module(config.bundle, config.export, found, torch_part=config.backend == "torch")
     return bundle, datasets.divided(config.data, config.seed, bundle.manifest, found)
+
+
+def refuse_seen(bundle: str, data: DataConfig) -> None:
+    """Raise ConfigError for devices with test samples that a pre-trained bundle was trained on."""
+    name, owners = UNSEEN.get(bundle, ("", 0))
+    if data.name == name and (data.split != "natural" or data.devices is None or data.devices > owners):
+        raise ConfigError(
+            f"bundle {bundle!r} was trained on all samples of {name}'s owners from {owners} on, test samples too; set "
+            f'split = "natural" and devices = {owners} or fewer, or take another bundle'
+        )
 
 
 def open_simulation(

@@ -1,11 +1,11 @@
 """FedPM: a random network's subnetwork, learned as probabilities and sent as samples.
 
 Isik, Pase, Gunduz, Weissman, Zorzi, "Sparse Random Networks for Communication-Efficient Federated Learning",
-ICLR 2023. `bernoulli` says what is masked, trained and aggregated. The paper's own setting is a bundle of signed constants, biases too (the benchmarks'
-`mlp-signs`; a seed with `init="sign"` draws smaller ones, and biases of 0), ``head="mask"``, ``biases=true``,
-``theta0=0.5``, ``spread=1``, ``ste="ref"``, ``persistent=true``, ``rescale=false``, ``evaluate="sample"``, ``epochs=3``
-and ``batch=128``: its published code keeps Adam's moments on the device, multiplies the gradient of a draw by theta,
-resets the posterior every round and uses its mode.
+ICLR 2023. `bernoulli` says what is masked, trained and aggregated. The paper's own setting is a bundle of signed
+constants, biases too (the benchmarks' `mlp-signs`; a seed with `init="sign"` draws smaller ones, and biases of 0),
+``head="mask"``, ``biases=true``, ``theta0=0.5``, ``spread=1``, ``ste="ref"``, ``persistent=true``, ``rescale=false``,
+``evaluate="sample"``, ``epochs=3`` and ``batch=128``: its published code keeps Adam's moments on the device, multiplies
+the gradient of a draw by theta, resets the posterior every round and uses its mode.
 
 - Up: one mask drawn from the device's probabilities with the device's secret randomness, written by `codec`; by default
   coded at the entropy of its frequency of ones, which the paper describes and its code only estimates. A probed head
