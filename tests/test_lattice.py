@@ -412,22 +412,20 @@ def test_cells_are_coarse_where_devices_are_many_rounds_apart_and_the_run_is_lon
 
     assert [cells(apart) for apart in (1, 2, 3, 4, 50)] == [0, 0, 0, 2, 2]
     assert [cells(5, rounds) for rounds in (2, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
-    assert cells(1, coarser=3, level=MIDDLE - 1) == 2  # once coarse they stay
-    assert cells(50, level=MIDDLE + 1) == 0  # and once moves are coarser, cells are fine
+    assert cells(50, level=MIDDLE + 1) == 0  # once moves are coarser, cells are fine
     assert cells(50, level=MIDDLE - 1) == 2
 
 
-def test_with_coarse_cells_moves_are_finer_and_both_stay() -> None:
+def test_with_coarse_cells_moves_are_finer() -> None:
     start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
 
-    def after(level: int, coarser: int, cells: int = 2) -> tuple[int, int]:
-        """How the levels of moves, less MIDDLE, and of cells above them go on."""
-        now = coarse(replace(start, level=MIDDLE + level, coarser=coarser), cells)
+    def after(level: int, cells: int = 2) -> tuple[int, int]:
+        """The levels of moves, less MIDDLE, and of cells above them."""
+        now = coarse(replace(start, level=MIDDLE + level), cells)
         return now.level - MIDDLE, now.coarser
 
-    assert [after(0, 0), after(0, 0, cells=1)] == [(-1, 3), (-1, 2)]
-    assert after(-2, 0) == (-2, 4)  # the guard made moves finer
-    assert [after(-1, 3), after(-2, 3)] == [(-1, 3), (-2, 3)]
+    assert [after(0), after(0, cells=1)] == [(-1, 3), (-1, 2)]
+    assert after(-2) == (-2, 4)  # the guard made moves finer
 
 
 def test_moves_rise_by_a_level_for_each_factor_of_two_up_to_the_top() -> None:
@@ -447,16 +445,17 @@ def test_few_returns_do_not_say_that_devices_are_near() -> None:
     fleet.play(*"abc")
     total = Total(np.zeros(D), Mean(0), sizes=[1])
 
-    def levels(away: int, again: int, level: int = 0, coarser: int = 0) -> tuple[int, int]:
+    def levels(away: int, again: int, level: int = 0, coarser: int = 0, setting: int = 0) -> tuple[int, int]:
         now = {"away": away, "again": again, "level": MIDDLE + level, "coarser": coarser, "spent": 1e9}
-        method = fleet.method.model_copy(update={"coarser": coarser})
+        method = fleet.method.model_copy(update={"coarser": setting})
         after = method.levelled(fleet.course, 2, replace(fleet.state, **now), total)
         return after.level - MIDDLE, after.coarser
 
     assert levels(4, 1) == (0, 0)
     assert levels(4, 0) == (-1, 3)
     assert levels(3, 2) == (3, 0)
-    assert levels(40, 3, level=-2, coarser=2) == (1, 2)  # with the setting `coarser` moves rise
+    assert levels(40, 3, level=-2, coarser=2, setting=2) == (1, 2)  # with the setting `coarser` moves rise
+    assert levels(40, 3, level=-1, coarser=3) == levels(3, 2, level=-1, coarser=3) == (-1, 3)  # coarse cells stay
 
 
 def test_n_moves_onto_coarser_cells_and_loses_nothing() -> None:

@@ -275,6 +275,7 @@ class Lattice(Settings):
         up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
         state = replace(state, spent=state.spent + up + down)
         free = round_ + self.window(course) < course.rounds and not state.bad
+        free &= state.coarser == self.coarser  # cells that the budget made coarse stay, and moves with them
         cells = 0 if self.coarser else lattice_levels.coarsest(state, course.rounds)
         sure = cells or state.again >= lattice_levels.RETURNS
         if like and free and sure and lattice_levels.settled(state, like):
@@ -282,10 +283,8 @@ class Lattice(Settings):
             apart = lattice_levels.apart(state)
             left = self.allowed(network(course, state.units), apart) - state.spent
             need = (course.rounds - round_ + apart) * each / max(each, left)
-            if need > 1 and cells:
-                state = lattice_levels.coarse(state, cells)
-            elif need > 1:
-                state = lattice_levels.raised(state, need, self.top)
+            if need > 1:
+                state = lattice_levels.coarse(state, cells) if cells else lattice_levels.raised(state, need, self.top)
         if state.bad >= BAD_ROUNDS and state.level > 0:
             state = replace(state, level=state.level - 1, bad=0)
         return state

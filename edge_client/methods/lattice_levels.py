@@ -53,21 +53,17 @@ def settled(state: State, rounds: int) -> bool:
 def coarsest(state: State, rounds: int) -> int:
     """The level of a cell above the first moves where the rounds of a device are far apart; 0 elsewhere.
 
-    The first rounds tell little of the distance. So cells that are coarse stay, and moves that are coarser than the
-    first ones keep fine cells.
+    The first rounds tell little of the distance, so moves that are coarser than the first ones keep fine cells.
     """
-    if state.coarser or (state.level <= MIDDLE and apart(state) >= FAR):
-        return max(0, min(COARSEST, round(math.log2(rounds / SHORT))))
-    return 0
+    far = state.level <= MIDDLE and apart(state) >= FAR
+    return max(0, min(COARSEST, round(math.log2(rounds / SHORT)))) if far else 0
 
 
 def coarse(state: State, level: int) -> State:
     """The state with cells `level` above the first moves, and finer moves; most bytes travel down there.
 
-    They stay as they are from then on: what the rounds left still need beyond that exceeds the budget.
+    They stay so: what the rounds left still need beyond that exceeds the budget.
     """
-    if state.coarser:
-        return state
     moves = min(state.level, MIDDLE - FINER)
     return replace(state, level=moves, coarser=MIDDLE + level - moves)
 
