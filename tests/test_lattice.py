@@ -493,6 +493,30 @@ def test_a_new_device_receives_n_in_whole_cells_once_they_are_coarse() -> None:
     assert len(fleet.method.downlink(fleet.course, 6, fleet.state, None).arrays[CHANGE]) < fine
     for device in "abd":
         assert np.array_equal(fleet.receive(device).counts, fleet.state.counts)
+    assert not fleet.lost
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_sides_hold_the_same_numbers_where_the_budget_makes_cells_coarse(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_module, "LEAST", 0.0)
+    names = [f"device-{i}" for i in range(24)]
+    method = Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1e9)
+    fleet = Fleet(method, {d: samples(i % 3) for i, d in enumerate(names)}, seed=seed, rounds=20)
+    rng = np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(names) for _ in range(3)])
+    for round_ in range(1, 21):
+        fleet.play(*order[3 * round_ - 3 : 3 * round_])
+        history, ends = fleet.state.history, np.cumsum(fleet.state.history.lengths)
+        for values, level in zip(np.split(history.values, ends[:-1]), history.levels.tolist(), strict=True):
+            assert not (values % 2**level).any()
+        if round_ in (6, 12, 19):
+            assert all(np.array_equal(fleet.receive(d).counts, fleet.state.counts) for d in names)
+    mean = fleet.receive(names[0]).counts
+    assert all(np.array_equal(fleet.receive(d).counts, mean) for d in names)
+    assert fleet.state.coarser > 0
+    assert not fleet.lost
 
 
 def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

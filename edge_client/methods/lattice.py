@@ -89,7 +89,7 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
-    revision: ClassVar[int] = 8  # the server has a momentum
+    revision: ClassVar[int] = 9  # cells become coarse once, and moves finer
     rival: ClassVar[str] = "fedavg"
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),

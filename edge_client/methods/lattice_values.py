@@ -27,7 +27,7 @@ class State:
     `residual` float32[n] is what N lacks, `velocity` float32[n] is V, of which a round adds a share.
     `first` and `round` are the first and the last round that counted an update, 0 before. `samples` is the mean over
     `reports` updates. `level` is that of the next moves, `coarser` how many levels a change of N is above them.
-    N is whole in units of 2^`lowest`. `spent` are the coded bytes of a device in all rounds. `bad` counts
+    N is whole in units of 2^`lowest`. `spent` are the estimated bytes of a device in all rounds. `bad` counts
     the bad rounds in a row. `again` counts the updates that are not a device's first. `away` is the sum over all
     updates of the rounds since the device's last one, of a new device since `first`. `units` are packed bits, None
     before the pruning.
