@@ -100,8 +100,8 @@ def split(
     """Which samples stay and which go to `part` ("test", "validation"), bool[n] each; `group` has one entry a sample.
 
     Whole groups go, in an order drawn from `seed`, until `part` holds `share` of the samples. When no group is that
-    small, or the only group is, the smallest one goes if the part `must` have samples, and none otherwise. Raises
-    DataError when a part that must have samples would take the only group.
+    small, the smallest one goes if the part `must` have samples, and none otherwise. No part takes the only group: one
+    that must have samples raises DataError, another stays empty.
     """
     ids, counts = np.unique(group, return_counts=True)
     if must and len(ids) < 2:
@@ -112,7 +112,7 @@ def split(
     chosen = order[np.cumsum(counts[order]) <= max(int(len(group) * share), 1)]
     if must and not len(chosen):
         chosen = np.array([counts.argmin()])
-    elif len(chosen) == len(ids):
+    elif not must and len(chosen) == len(ids):
         chosen = chosen[:0]
     gone = np.isin(group, ids[chosen])
     return ~gone, gone

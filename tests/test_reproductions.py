@@ -44,13 +44,15 @@ def test_a_reproduction_s_settings_are_those_that_its_methods_and_data_have(name
 
 @pytest.mark.parametrize("name", names())
 def test_the_data_of_a_full_reproduction_can_be_divided_over_its_devices(name: str) -> None:
-    r = read(name, full=True)
+    r, missing = read(name, full=True), set[str]()
     for seed in r.seeds:
         for config in {cell.task: cell.config for cell in cells(r, (seed,))}.values():
             try:
                 divide(config.data, seed)
             except DataError as error:
-                pytest.skip(str(error))
+                missing.add(str(error))
+    if missing:
+        pytest.skip("; ".join(sorted(missing)))
 
 
 def test_the_page_of_results_is_made_from_the_committed_files() -> None:

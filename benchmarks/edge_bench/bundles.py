@@ -45,7 +45,8 @@ NAMES = (
 )
 """What `pretrain` builds; docs/models.md describes each."""
 UNSEEN = {"cnn-femnist-pretrained": ("femnist", 57)}
-"""The data set that a pre-trained bundle has seen, test samples too, but for so many of its first owners."""
+"""Pre-trained bundles that have seen a data set, test samples too: its name, and how many of its first owners they have
+not seen."""
 
 
 def cache_folder() -> Path:

@@ -152,8 +152,8 @@ class BernoulliMasks(MaskedNetwork):
             raise ValueError("aggregate='difference' needs a reference mask that the server knows; this one has none")
         if self.aggregate == "difference" and self.spread:
             raise ValueError("aggregate='difference' counts steps from one theta0; set spread = 0")
-        if self.aggregate == "difference" and (idle := self.shaping()):
-            raise ValueError(f"aggregate='difference' has no posterior, so {idle[0]} changes nothing; leave it out")
+        if self.aggregate == "difference" and (idle := ", ".join(self.shaping())):
+            raise ValueError(f"aggregate='difference' has no posterior, so {idle} change nothing; leave them out")
         return self
 
     def shaping(self) -> list[str]:
