@@ -1,4 +1,4 @@
-"""What Lattice's numbers cost beside the training, in CPU time: HAR's MLP, ten devices, one epoch a round.
+"""What Lattice's numbers cost beside the training, in CPU time: HAR's MLP, ten devices, five epochs a round.
 
     python -m edge_bench.lattice_speed --json benchmarks/results/speed/lattice.json [--against CHECKOUT]
 
