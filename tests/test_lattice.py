@@ -458,6 +458,32 @@ def test_few_returns_do_not_say_that_devices_are_near() -> None:
     assert levels(40, 3, level=-1, coarser=3) == levels(3, 2, level=-1, coarser=3) == (-1, 3)  # coarse cells stay
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_near_the_end_of_32_bits_n_changes_by_whole_cells_or_not_at_all(sign: int) -> None:
+    near = sign * (2**30 - 192)  # whole in units of 64, as after two steps of the guard
+    state = replace(Fleet(Lattice(), THREE).state, counts=np.full(D, near, np.int32), lowest=MIDDLE - 2)
+    out, residual, _ = method_module.applied(state, np.full(D, 10.0 * sign), 0.0)
+    assert set(out.tolist()) == {near}
+    assert set(residual.tolist()) == {sign * 10.0 * 2**MIDDLE}
+    inward, residual, _ = method_module.applied(state, np.full(D, -10.0 * sign), 0.0)
+    assert set(inward.tolist()) == {near - sign * 10 * 2**MIDDLE}
+    assert not residual.any()
+
+
+def test_nothing_rises_from_the_first_round_of_the_mean_on_and_the_guard_ends_at_level_0() -> None:
+    fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0, average=0.5), THREE, rounds=12)
+    fleet.play(*"abc")
+    fleet.play(*"abc")
+    total = Total(np.zeros(D), Mean(0), sizes=[1])
+
+    def level(round_: int, **now: float) -> int:
+        state = replace(fleet.state, **{"again": 3, "away": 3, "spent": 1e9, **now})
+        return fleet.method.levelled(fleet.course, round_, state, total).level
+
+    assert [level(round_) for round_ in (4, 5, 6, 7)] == [MIDDLE + 3, MIDDLE + 3, MIDDLE, MIDDLE]  # 7 to 12: the mean
+    assert [level(4, bad=2, level=low) for low in (2, 1, 0)] == [1, 0, 0]
+
+
 def test_n_moves_onto_coarser_cells_and_loses_nothing() -> None:
     counts = np.array([0, 100, -100, 300, 3 * 256, -700], np.int32)
     state = replace(

@@ -233,8 +233,7 @@ class Lattice(Settings):
         else:
             moved = total.moves * (course.cohort * state.samples / weight)
         after, residual, velocity = applied(state, moved, self.server_momentum)
-        top = MOST >> state.cell << state.cell
-        counts = np.clip(after, -top, top).astype(np.int32)
+        counts = after.astype(np.int32)
         history = state.history
         recent = state.recent
         for _ in range(state.round + 1, round_):  # all of that round's updates were left out
@@ -360,6 +359,7 @@ def applied(state: State, moved: NDArray[np.float64], most: float) -> tuple[NDAr
     cell, counts = 2.0**state.cell, state.counts.astype(np.float64)
     base = np.rint(counts / cell) * cell if state.coarser else counts
     left = state.residual + step + (counts - base)
-    change = np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
-    residual = np.clip(left - change, -MOST, MOST).astype(np.float32)
-    return base + change, residual, np.clip(velocity, -MOST, MOST).astype(np.float32)
+    after = base + np.sign(left) * np.minimum(np.floor(np.abs(left) / cell + UPWARD) * cell, MOST)
+    after = np.where(np.abs(after) > MOST, base, after)  # by whole cells, also near the end of 32 bits
+    residual = np.clip(left - (after - base), -MOST, MOST).astype(np.float32)
+    return after, residual, np.clip(velocity, -MOST, MOST).astype(np.float32)
