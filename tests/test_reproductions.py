@@ -48,9 +48,13 @@ def test_the_data_of_a_full_reproduction_can_be_divided_over_its_devices(name: s
     for seed in r.seeds:
         for config in {cell.task: cell.config for cell in cells(r, (seed,))}.values():
             try:
-                divide(config.data, seed)
+                shares = divide(config.data, seed)[1]
             except DataError as error:
                 missing.add(str(error))
+                continue
+            assert len(shares) >= config.cohort
+            assert config.data.devices in (None, len(shares))
+            assert all(len(share.train) and len(share.test) for share in shares.values())
     if missing:
         pytest.skip("; ".join(sorted(missing)))
 

@@ -601,6 +601,9 @@ def test_a_method_whose_code_raises_leaves_the_others_results_and_names_its_line
 def test_devices_with_samples_that_the_bundle_was_trained_on_are_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"trained on all samples of femnist's owners from 57 on.* devices = 57"):
         refuse_seen("cnn-femnist-pretrained", DataConfig(name="femnist", **keys))
+    table = {"bundle": "cnn-femnist-pretrained", "rounds": 1, "cohort": 1, "methods": {"fedavg": {}}}
+    with pytest.raises(ConfigError, match="trained on all samples of femnist's owners"):
+        read_config({**table, "data": {"name": "femnist", **keys}})
 
 
 def test_the_owners_that_pre_training_leaves_out_are_those_that_a_simulation_may_have() -> None:

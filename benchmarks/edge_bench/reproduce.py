@@ -24,7 +24,7 @@ from edge_bench.curves import mean, shown
 from edge_bench.progress import PAUSE, Steps
 from edge_bench.reproduction import Cell, Reproduction, key, method_of, stands
 from edge_bench.simulate import RoundRow, run_all
-from edge_bench.simulation_file import find_bundle, refuse_seen
+from edge_bench.simulation_file import find_bundle
 from edge_bench.stored_runs import CELLS, RESULT, Run, known, stored
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
@@ -277,7 +277,6 @@ def run_cells(
     for sha, cell in cells.items():
         config = cell.config.model_copy(update={"processes": processes})
         try:
-            refuse_seen(config.bundle, config.data)
             bundle = bundles.get(config.bundle) or find_bundle(config.bundle)
             bundles[config.bundle] = bundle
             if data[0] != (cell.task, config.seed):

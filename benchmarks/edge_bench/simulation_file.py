@@ -71,9 +71,20 @@ def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationCon
     config = _checked(SimulationConfig, {**data, **checked}, "simulation")
     if config.export.model_fields_set and not is_place(config.bundle):
         raise ConfigError(f"[export] is for a bundle of a Python file (FILE.py:FUNCTION); bundle = {config.bundle!r}")
+    refuse_seen(config.bundle, config.data)
     named = config.bundle in (*packaged(), *NAMES)
     bundle = config.bundle if named else os.path.join(folder, config.bundle)  # which keeps a leading ./
     return config.model_copy(update={"bundle": bundle, "data": config.data.beside(folder)})
+
+
+def refuse_seen(bundle: str, data: DataConfig) -> None:
+    """Raise ConfigError for devices with test samples that a pre-trained bundle was trained on."""
+    name, owners = UNSEEN.get(bundle, ("", 0))
+    if data.name == name and (data.split != "natural" or data.devices is None or data.devices > owners):
+        raise ConfigError(
+            f"bundle {bundle!r} was trained on all samples of {name}'s owners from {owners} on, test samples too; set "
+            f'split = "natural" and devices = {owners} or fewer, or take another bundle'
+        )
 
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -128,22 +139,11 @@ def prepare(config: SimulationConfig) -> tuple[Bundle, Divided]:
     Raises BundleError, DataError or ConfigError.
     """
     if not is_place(config.bundle):
-        refuse_seen(config.bundle, config.data)
         bundle = find_bundle(config.bundle)
         return bundle, datasets.divided(config.data, config.seed, bundle.manifest)
     found = datasets.read(config.data, config.export.input)
     bundle = open_module(config.bundle, config.export, found, torch_part=config.backend == "torch")
     return bundle, datasets.divided(config.data, config.seed, bundle.manifest, found)
-
-
-def refuse_seen(bundle: str, data: DataConfig) -> None:
-    """Raise ConfigError for devices with test samples that a pre-trained bundle was trained on."""
-    name, owners = UNSEEN.get(bundle, ("", 0))
-    if data.name == name and (data.split != "natural" or data.devices is None or data.devices > owners):
-        raise ConfigError(
-            f"bundle {bundle!r} was trained on all samples of {name}'s owners from {owners} on, test samples too; set "
-            f'split = "natural" and devices = {owners} or fewer, or take another bundle'
-        )
 
 
 def open_simulation(
