@@ -149,6 +149,7 @@ def _open(config: FederationConfig, state: State, now: float, present: tuple[str
     opened = _move(
         state, "open", attempt=attempt, tries=state.tries + 1, cohort=tuple(sorted(cohort)), excused=(),
         deadline=deadline, asked={**state.asked, **places}, opened=now if attempt == 1 else state.opened,
+        fleet=max(state.fleet, len(present)),
     )  # fmt: skip
     return opened, (OpenRound(state.round, attempt, opened.cohort, deadline),)
 
@@ -300,7 +301,7 @@ def _aggregated(config: FederationConfig, state: State, event: events.Aggregated
     signal: Signal = "end" if state.round == (state.next_rounds or config.rounds) else "advance"
     moved = _move(state, signal)
     clean = State(phase=moved.phase, stage=moved.stage, round=state.round, fault=state.fault, changed=changed,
-                  places=state.places)  # fmt: skip
+                  places=state.places, fleet=state.fleet)  # fmt: skip
     if signal == "end":
         return replace(clean, fault=None), (Finish(state.round),)
     following = replace(clean, round=state.round + 1)

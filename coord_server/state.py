@@ -55,6 +55,8 @@ class State:
     """The number of rounds that is in force from the next round on; None when it stays."""
     places: int | None = None
     """Places of a round, once the operator has changed the cohort: the cohort as it was created. Else None."""
+    fleet: int = 0
+    """The most devices that were present at once when an attempt opened."""
 
 
 def in_force(config: FederationConfig, state: State) -> FederationConfig:

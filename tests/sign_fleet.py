@@ -121,7 +121,7 @@ class Fleet:
         self.round += 1
         if contributions:
             closed = aggregation.close_round(
-                self.method, self.course, self.round, self.state, contributions, influences, guard
+                self.method, self.course, self.round, self.state, contributions, influences, guard, len(contributions)
             )
             self.state = aggregation.unpack(self.method.state_type, aggregation.pack(closed.state))
             kind = self.method.record_type

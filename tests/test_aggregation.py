@@ -33,7 +33,7 @@ def close(updates: Iterable[tuple[str, bytes]], method: Method | None = None, **
     method, c = method or FedAvg(), course()
     down = {"parameters": 4 * D, "header": 100}
     parts = (Contribution(device, data, None, down) for device, data in updates)
-    return aggregation.close_round(method, c, 1, method.start(c), parts, {}, "none", **more)
+    return aggregation.close_round(method, c, 1, method.start(c), parts, {}, "none", 3, **more)
 
 
 def test_a_round_is_the_weighted_mean_and_its_record_counts_every_byte() -> None:

@@ -49,7 +49,7 @@ def test_two_devices_go_through_two_rounds_and_the_state_is_the_simulators_bit_f
     for r in (1, 2):
         down = aggregation.downlink(method, course, r, expected, None)
         parts = [aggregation.Contribution(n, trained(down.data, n), None, down.sizes) for n in ("a", "bb")]
-        expected = aggregation.close_round(method, course, r, expected, parts, {}, "clip").state
+        expected = aggregation.close_round(method, course, r, expected, parts, {}, "clip", 2).state
     assert state == aggregation.pack(expected)
 
 

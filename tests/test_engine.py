@@ -129,6 +129,22 @@ def test_the_state_holds_no_device_that_was_not_asked() -> None:
     assert tuple(state.asked) == state.cohort == engine.choose_cohort(c, names, 1, 1, c.cohort)
 
 
+def test_the_fleet_is_the_most_devices_that_were_present_at_once_when_an_attempt_opened() -> None:
+    c, sizes = config(rounds=9, max_attempts=5), list[int]()
+    state = opened(c, "abcd")
+    for names in ("abcde", "abc"):
+        sizes.append(state.fleet)
+        for device in state.cohort:
+            state, _ = run(c, updated(c, state, device), state=state)
+        state, _ = run(c, Aggregated(2.0, state.round, state.attempt), here(names), state=state)
+    assert [*sizes, state.fleet] == [4, 5, 5]
+    state, _ = run(c, here("abcdefg"), state=state)
+    assert state.fleet == 5  # the round is open already
+    state, _ = run(c, Tick(1e6), here("abcdef", 1e6), state=state)
+    assert (state.attempt, state.fleet) == (2, 6)
+    assert engine.load(engine.dump(state)).fleet == 6
+
+
 def test_a_round_closes_when_its_whole_cohort_has_reported_and_the_next_one_is_drawn_after_aggregation() -> None:
     c = config()
     state = opened(c)

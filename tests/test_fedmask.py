@@ -89,7 +89,7 @@ class Fleet:
         self.round += 1
         if contributions:
             closed = aggregation.close_round(
-                self.method, self.course, self.round, self.state, contributions, {}, "none"
+                self.method, self.course, self.round, self.state, contributions, {}, "none", len(DEVICES)
             )
             self.state = aggregation.unpack(State, aggregation.pack(closed.state))
             for d, record in closed.records.items():

@@ -135,7 +135,7 @@ def close(method: Method, updates: dict[str, bytes], how: Any) -> aggregation.Cl
     checked = {d: aggregation.check_update(method, Assignment(c, 1, d), state, None, u) for d, u in updates.items()}
     influences = {d: x.influence for d, x in checked.items() if x.influence is not None}
     parts = [Contribution(d, checked[d], None, {}) for d in sorted(checked)]
-    return aggregation.close_round(method, c, 1, state, parts, influences, how)
+    return aggregation.close_round(method, c, 1, state, parts, influences, how, len(parts))
 
 
 HONEST = {d: update(np.full(D, 0.1 * i), np.full(4, 1 + 0.01 * i), 10 * i) for i, d in enumerate("abcd", 1)}
@@ -213,7 +213,7 @@ def test_the_heads_of_a_probing_round_are_guarded_and_masks_need_not_be() -> Non
     influences = {d: x.influence for d, x in checked.items() if x.influence is not None}
     assert set(influences) == set(checked)
     parts = [Contribution(d, checked[d], None, {}) for d in sorted(checked)]
-    closed = aggregation.close_round(method, c, 1, state, parts, influences, "clip")
+    closed = aggregation.close_round(method, c, 1, state, parts, influences, "clip", len(parts))
     assert set(closed.round.guarded) == {"evil"}
     # The head comes down to MOST_PRODUCT x the median of norm x weight, .2 x 5, over the 15 samples of the others.
     assert np.abs(closed.state.head - 1).max() <= (0.1 + 0.2 + 0.3 + MOST_PRODUCT * 0.2) * 5 / 15
@@ -242,7 +242,7 @@ def federation(how: Any, poisoned: bool, rounds: int = 8, devices: int = 10) -> 
         influences = {d: method.influence(Assignment(c, round_, d), state, u) for d, u in updates.items()}
         figures = DeviceMetrics(samples=40, loss=0.5)
         parts = [Contribution(d, Checked(u, figures, {}, influences[d]), None, {}) for d, u in updates.items()]
-        closed = aggregation.close_round(method, c, round_, state, parts, influences, how)
+        closed = aggregation.close_round(method, c, round_, state, parts, influences, how, len(parts))
         assert list(closed.round.guarded) == (["d0"] if poisoned and how != "none" else [])
         state = closed.state
     test = Task(Assignment(c, rounds, "d1"), NumpyMlp(CLUSTERS), clusters(CLUSTERS, 99, 400), 1)

@@ -351,40 +351,18 @@ def test_the_budget_is_a_share_of_fedavgs_bytes_and_six_kilobytes_at_least() -> 
     assert Lattice(budget=1000.0).allowed(large, 4.0) == 22 * 6144
 
 
-def absences(fleet: Fleet, cohorts: list[list[str]], lost: str = "") -> float:
-    """What the server says of the rounds between two of a device after these cohorts; `lost` lost its values often."""
-    for round_, cohort in enumerate(cohorts):
-        if round_ % 2 and lost in cohort:
-            fleet.kept.pop(lost, None)
+def test_the_rounds_from_one_update_of_a_device_to_its_next_are_the_cohorts_that_the_fleet_is() -> None:
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), {d: samples(0) for d in "abcdefghijkl"}, cohort=4)
+    for _ in range(2):
+        fleet.play(*"abcd", dropped=True)  # rounds before the first counted one say nothing
+    for cohort, due in (("abcd", 3.0), ("abce", 3.0), ("fg", 3.6), ("fghi", 48 / 14)):
         fleet.play(*cohort)
-    return apart(fleet.state)
-
-
-@pytest.mark.parametrize(("rounds", "devices", "due"), [(3, 4, 1), (6, 12, 3), (90, 80, 20)])
-def test_the_rounds_between_two_of_a_device_show_in_how_many_come_again(rounds: int, devices: int, due: float) -> None:
-    """Few rounds, before most devices came again, and many, in which most absences exceed the server's history."""
-    random, names = np.random.default_rng(0), [f"d{i}" for i in range(devices)]
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), {d: samples(0) for d in names}, cohort=4, rounds=rounds)
-    assert absences(fleet, [random.choice(names, 4, replace=False).tolist() for _ in range(rounds)]) == pytest.approx(
-        due, rel=0.3
-    )
-
-
-def test_a_device_that_lost_its_values_is_not_a_new_one_to_the_level_rule() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
-    assert absences(fleet, [["a", "b", "c"]] * 12, lost="a") == 1.0
-    assert len(fleet.lost) == 5
-
-
-def test_rounds_before_the_first_counted_one_are_no_absences() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
-    for _ in range(3):
-        fleet.play(*"abc", dropped=True)
-    assert absences(fleet, [["a", "b", "c"]] * 3) == 1.0
+        assert apart(fleet.state) == pytest.approx(due)
+    assert apart(replace(fleet.state, fleet=2)) == 1.0  # fewer than report, where devices were seen late
 
 
 def test_a_change_over_more_rounds_than_the_history_counts_as_one_over_the_history() -> None:
-    state = replace(Fleet(Lattice(epochs=1, lr=0.1), THREE).state, away=99, first=1)
+    state = replace(Fleet(Lattice(epochs=1, lr=0.1), THREE).state, fleet=100, first=1, round=1, reports=1)
     assert lateness(state, 40) == (HISTORY, HISTORY, 1.0)
     assert lateness(state, 5) == (5, 4, 2.0)
     assert lateness(state, 1) == (1, 0, 4.0)
@@ -408,7 +386,7 @@ def test_cells_are_coarse_where_devices_are_many_rounds_apart_and_the_run_is_lon
     start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
 
     def cells(apart: int, rounds: int = 60, **now: int) -> int:
-        return coarsest(replace(start, away=apart - 1, **now), rounds)
+        return coarsest(replace(start, fleet=3 * apart, first=1, round=1, reports=3, **now), rounds)
 
     assert [cells(apart) for apart in (1, 2, 3, 4, 50)] == [0, 0, 0, 2, 2]
     assert [cells(5, rounds) for rounds in (2, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
@@ -438,24 +416,21 @@ def test_moves_rise_by_a_level_for_each_factor_of_two_up_to_the_top() -> None:
     assert [after(0, 100.0, 2), after(1, 100.0, 2), after(3, 100.0, 2)] == [2, 2, 3]
 
 
-def test_few_returns_do_not_say_that_devices_are_near() -> None:
-    """One device of four that comes again in round 2 makes n 2.5, in a fleet of any size."""
+def test_beyond_the_budget_moves_rise_where_devices_are_near_and_cells_become_coarse_where_they_are_far() -> None:
     fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0), THREE, rounds=30)
     fleet.play(*"abc")
     fleet.play(*"abc")
     total = Total(np.zeros(D), Mean(0), sizes=[1])
 
-    def levels(away: int, again: int, level: int = 0, coarser: int = 0, setting: int = 0) -> tuple[int, int]:
-        now = {"away": away, "again": again, "level": MIDDLE + level, "coarser": coarser, "spent": 1e9}
+    def levels(devices: int, level: int = 0, coarser: int = 0, setting: int = 0) -> tuple[int, int]:
+        now = {"fleet": devices, "level": MIDDLE + level, "coarser": coarser, "spent": 1e9}
         method = fleet.method.model_copy(update={"coarser": setting})
         after = method.levelled(fleet.course, 2, replace(fleet.state, **now), total)
         return after.level - MIDDLE, after.coarser
 
-    assert levels(4, 1) == (0, 0)
-    assert levels(4, 0) == (-1, 3)
-    assert levels(3, 2) == (3, 0)
-    assert levels(40, 3, level=-2, coarser=2, setting=2) == (1, 2)  # with the setting `coarser` moves rise
-    assert levels(40, 3, level=-1, coarser=3) == levels(3, 2, level=-1, coarser=3) == (-1, 3)  # coarse cells stay
+    assert [levels(devices) for devices in (3, 11, 12, 40)] == [(3, 0), (3, 0), (-1, 3), (-1, 3)]
+    assert levels(40, level=-2, coarser=2, setting=2) == (1, 2)  # with the setting `coarser` moves rise
+    assert levels(40, level=-1, coarser=3) == levels(3, level=-1, coarser=3) == (-1, 3)  # coarse cells stay
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -477,7 +452,7 @@ def test_nothing_rises_from_the_first_round_of_the_mean_on_and_the_guard_ends_at
     total = Total(np.zeros(D), Mean(0), sizes=[1])
 
     def level(round_: int, **now: float) -> int:
-        state = replace(fleet.state, **{"again": 3, "away": 3, "spent": 1e9, **now})
+        state = replace(fleet.state, **{"spent": 1e9, **now})
         return fleet.method.levelled(fleet.course, round_, state, total).level
 
     assert [level(round_) for round_ in (4, 5, 6, 7)] == [MIDDLE + 3, MIDDLE + 3, MIDDLE, MIDDLE]  # 7 to 12: the mean
@@ -552,19 +527,19 @@ def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatc
     fleet.play(*"abc")
     course, state = fleet.course, fleet.state
 
-    def risen(away: int, share: float) -> tuple[int, int]:
+    def risen(cohorts: int, share: float) -> tuple[int, int]:
         """After round 2, where a device's bytes of a later round are this share of what a round may take."""
-        now = replace(state, away=3 * away - 1, again=2)
-        late = min(away, 2)
+        now = replace(state, fleet=3 * cohorts)
+        late = min(cohorts, 2)
         down = len(fleet.method.downlink(course, 3, now, Record(3 - late)).arrays[CHANGE])
         fresh = len(fleet.method.downlink(course, 3, now, Record(2)).arrays[CHANGE])
-        method = Lattice(epochs=1, quantum=0.25, lr=0.1, budget=8 * D * share / (away**0.5 * fresh), average=0.0)
+        method = Lattice(epochs=1, quantum=0.25, lr=0.1, budget=8 * D * share / (cohorts**0.5 * fresh), average=0.0)
         after = method.levelled(course, 2, replace(now, spent=-float(down)), Total(np.zeros(D), Mean(0), sizes=[0]))
         return after.level - MIDDLE, after.coarser
 
-    for away, due in ((1, (1, 0)), (3, (1, 0)), (5, (-1, 2))):
-        fits = (14 + away / 2) / (12 + away)  # a delivery is half a round of federated averaging
-        assert (risen(away, 0.99 * fits), risen(away, 1.01 * fits)) == ((0, 0), due)
+    for cohorts, due in ((1, (1, 0)), (3, (1, 0)), (5, (-1, 2))):
+        fits = (14 + cohorts / 2) / (12 + cohorts)  # a delivery is half a round of federated averaging
+        assert (risen(cohorts, 0.99 * fits), risen(cohorts, 1.01 * fits)) == ((0, 0), due)
 
 
 def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one_change(

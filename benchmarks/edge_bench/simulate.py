@@ -152,7 +152,7 @@ class Simulation:
         if (record := self.records.get(device)) is not None:
             self.records[device] = self.method.lost(record)
 
-    def aggregate(self, round_: int, places: Mapping[str, int], seconds: float) -> Round:
+    def aggregate(self, round_: int, places: Mapping[str, int], fleet: int, seconds: float) -> Round:
         """Fold the updates of the devices in `places`; the state and the records are those after the round."""
         contributions = (
             Contribution(d, self.updates[d], self.records.get(d), self.downlinks[d], place)
@@ -160,7 +160,7 @@ class Simulation:
         )
         influences = {d: i for d in places if (i := self.updates[d].influence) is not None}
         closed = aggregation.close_round(
-            self.method, self.course, round_, self.state, contributions, influences, self.config.guard
+            self.method, self.course, round_, self.state, contributions, influences, self.config.guard, fleet
         )
         self.state = closed.state
         self.records |= closed.records
@@ -276,7 +276,7 @@ def _rounds(
                     happen(events.Updated(0.0, round_, device, lease, outcome))
         elif isinstance(decision, events.Aggregate):
             places = {d: status.asked[d] for d in decision.devices}
-            record = sim.aggregate(decision.round, places, time.perf_counter() - opened)
+            record = sim.aggregate(decision.round, places, status.fleet, time.perf_counter() - opened)
             everyone = None
             if evaluate_every and decision.round % evaluate_every == 0:
                 everyone = sim.look(decision.round + 1)

@@ -117,7 +117,9 @@ class Rounds:
             raise StaleError(f"round {round_} is not under way")
         down = {d: await self._received(round_, d) for d in decision.devices}
         places = {d: state.asked[d] for d in decision.devices}
-        closed, left_out = await asyncio.to_thread(self._close, values, decision, down, places, dict(self._fresh))
+        closed, left_out = await asyncio.to_thread(
+            self._close, values, decision, down, places, state.fleet, dict(self._fresh)
+        )
         now = self._commits.clock()
         if closed is None:
             log.error("%s: no update of round %d can be folded", self.id, round_)
@@ -161,6 +163,7 @@ class Rounds:
         decision: events.Aggregate,
         down: Mapping[str, Mapping[str, int]],
         places: Mapping[str, int],
+        fleet: int,
         fresh: Mapping[str, Checked],
     ) -> tuple[Closed | None, list[str]]:
         """Fold the acknowledged updates; one that cannot be folded is left out. Blocks. Raises StateError.
@@ -180,7 +183,7 @@ class Rounds:
             try:
                 closed = aggregation.close_round(
                     self._values.method, values.course, round_, values.state, contributions(), counted,
-                    self.config.guard, left_out,
+                    self.config.guard, fleet, left_out,
                 )  # fmt: skip
                 return closed, left_out
             except UnusableUpdate as unusable:

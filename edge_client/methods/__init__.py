@@ -11,6 +11,7 @@ One round, as the engine of either side runs it::
              local_round(task, kept, received)         -> Local     what it keeps, uploads, and its trained model
     server   read_update(a, state, record, payload)    -> Update    checked and decoded, or PayloadError
              fold(a, state, total, update, record)     -> total, record   one at a time, ordered by device name
+             of_fleet(state, fleet)                    -> state     how many devices there are
              finish(course, round, took_part, state, total) -> state, records
 
 Rounds count from 1. After the last round every device asks for one more downlink (round `rounds + 1`) and makes its
@@ -185,6 +186,10 @@ class Method(BaseModel):
         Returns the total (which may be updated in place) and the device's new record.
         """
         ...
+
+    def of_fleet(self, state: Any, fleet: int) -> Any:
+        """The state when the federation has so many devices. Called before every `finish`."""
+        return state
 
     @abstractmethod
     def finish(

@@ -26,8 +26,8 @@ step for each tensor, the federation's cohort K.
 - **Pruning.** `current` gives the state at the start of a round: after `prune_after` rounds that of the smaller network
   (`lattice_prune`). Every vector of a state, payload or update then is the smaller network's (`units.Network`).
 
-The rms, gains and bytes of a cohort enter by their median, so that no single device sets them. The mean samples and
-the rounds that devices missed are those of all reports so far.
+The rms, gains and bytes of a cohort enter by their median, so that no single device sets them. The mean samples are
+those of all reports so far.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
-    revision: ClassVar[int] = 9  # cells become coarse once, and moves finer
+    revision: ClassVar[int] = 10  # the coordinator says how many devices there are
     rival: ClassVar[str] = "fedavg"
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),
@@ -212,11 +212,12 @@ class Lattice(Settings):
         total.samples.append(update.samples)
         total.gains.append(update.gain)
         total.sizes.append(update.size)
-        total.away += a.round - (record.round if record is not None else state.first or a.round)
-        total.again += record is not None
         if update.rms is not None:
             total.rms.append(update.rms)
         return total, Record(a.round)
+
+    def of_fleet(self, state: State, fleet: int) -> State:
+        return replace(state, fleet=fleet)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
@@ -259,8 +260,6 @@ class Lattice(Settings):
             reports=seen,
             lowest=state.cell if onto else min(state.lowest, state.cell),
             bad=bad,
-            away=state.away + total.away,
-            again=state.again + total.again,
             residual=residual,
             velocity=velocity,
         )
@@ -276,8 +275,7 @@ class Lattice(Settings):
         free = round_ + self.window(course) < course.rounds and not state.bad
         free &= state.coarser == self.coarser  # cells that the budget made coarse stay, and moves with them
         cells = 0 if self.coarser else lattice_levels.coarsest(state, course.rounds)
-        sure = cells or state.again >= lattice_levels.RETURNS
-        if like and free and sure and lattice_levels.settled(state, like):
+        if like and free and lattice_levels.settled(state, like):
             each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
             apart = lattice_levels.apart(state)
             left = self.allowed(network(course, state.units), apart) - state.spent
@@ -292,10 +290,6 @@ class Lattice(Settings):
         """Coded bytes of the next downlink for a device that last took part so many rounds before it."""
         down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - rounds)).arrays
         return sum(down[name].size for name in (CHANGE, STATISTICS) if name in down)
-
-    def lost(self, record: Record) -> Record:
-        """The round, which says how often the device takes part."""
-        return replace(record, holds=False)
 
     def current(self, course: Course, round_: int, state: State) -> State:
         """The state at the start of a round: pruned after `prune_after`, even if that round counted no update."""

@@ -28,7 +28,7 @@ CHANGE, STEPS, STATISTICS, REPORTS = "change", "steps", lattice_statistics.NAME,
 
 def base_round(round_: int, record: Record | None) -> int:
     """The round at whose start the device received the N that the downlink builds on; 1 for N = 0."""
-    if record is None or not record.holds or round_ - record.round > lattice_grid.HISTORY:
+    if record is None or round_ - record.round > lattice_grid.HISTORY:
         return 1
     return record.round
 

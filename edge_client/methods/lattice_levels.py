@@ -1,7 +1,7 @@
 """How coarse Lattice's next moves and changes of N are: what the budget asks for.
 
 The server compares the bytes that the rounds left need with what is left of the budget. A device's downlink grows with
-the rounds that it has missed, so the rounds from one of its updates to the next are estimated first (`apart`).
+the rounds that it has missed (`apart`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from edge_client.methods.lattice_values import State
 
 COARSEST = 2  # levels of a cell above the first moves that the budget asks for
 FAR = 4.0  # where the rounds of a device are at least so far apart, coarse cells are worth the delay
-RETURNS = 2  # updates of devices that came again, before the rounds of a device count as near
 SHORT = 6  # times 2**j: about the rounds of a run that is long enough for cells j levels above the first moves
 FINER = 1  # levels that moves become finer when cells become coarse: their noise is most of what travels down
 MOST_RISE = 3  # levels of the moves at a time
 
 
 def apart(state: State) -> float:
-    """The rounds from one update of a device to its next, at least 1; it also estimates devices / cohort.
+    """The rounds from one update of a device to its next, at least 1, in the mean over the fleet.
 
-    The sum of absences divided by the number of returns, one added to each: the most likely number if all devices are
-    drawn alike. The absence of a new device began with the first round. So the number is about right from the third
-    round on, when most devices are still new.
+    All devices divided by the updates of a round: the number of cohorts that the fleet is.
     """
-    return (state.away + 1) / (state.again + 1)
+    return max(1.0, state.fleet * (state.round + 1 - state.first) / state.reports)
 
 
 def lateness(state: State, round_: int) -> tuple[int, int, float]:
@@ -53,7 +50,7 @@ def settled(state: State, rounds: int) -> bool:
 def coarsest(state: State, rounds: int) -> int:
     """The level of a cell above the first moves where the rounds of a device are far apart; 0 elsewhere.
 
-    The first rounds tell little of the distance, so moves that are coarser than the first ones keep fine cells.
+    Devices may join later: moves that are coarser than the first ones by then keep fine cells.
     """
     far = state.level <= MIDDLE and apart(state) >= FAR
     return max(0, min(COARSEST, round(math.log2(rounds / SHORT)))) if far else 0

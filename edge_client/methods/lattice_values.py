@@ -28,9 +28,7 @@ class State:
     `first` and `round` are the first and the last round that counted an update, 0 before. `samples` is the mean over
     `reports` updates. `level` is that of the next moves, `coarser` how many levels a change of N is above them.
     N is whole in units of 2^`lowest`. `spent` are the estimated bytes of a device in all rounds. `bad` counts
-    the bad rounds in a row. `again` counts the updates that are not a device's first. `away` is the sum over all
-    updates of the rounds since the device's last one, of a new device since `first`. `units` are packed bits, None
-    before the pruning.
+    the bad rounds in a row. `fleet` is the number of devices. `units` are packed bits, None before the pruning.
     """
 
     counts: Counts
@@ -49,8 +47,7 @@ class State:
     lowest: int = HIGHEST
     spent: float = 0.0
     bad: int = 0
-    away: int = 0
-    again: int = 0
+    fleet: int = 0
     units: Packed | None = None
 
     @property
@@ -61,10 +58,9 @@ class State:
 
 @dataclass(frozen=True)
 class Record:
-    """The last round in which an update of the device was counted. It holds N as at the start of that, or lost it."""
+    """The last round in which an update of the device was counted. It holds N as at the start of that."""
 
     round: int
-    holds: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,8 +111,8 @@ class Update:
 
 @dataclass
 class Total:
-    """Sums over the devices of a round: moves float64[n], statistics, `away` and `again` as in State; each device's
-    samples, gain, rms, bytes of moves."""
+    """Sums over the devices of a round: moves float64[n], statistics; each device's samples, gain, rms, bytes of
+    moves."""
 
     moves: NDArray[np.float64]
     statistics: Mean
@@ -124,8 +120,6 @@ class Total:
     gains: list[float] = field(default_factory=list)
     rms: list[F32] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    away: int = 0
-    again: int = 0
 
 
 def cut(kept: Kept | None, net: Network) -> Kept | None:
