@@ -185,11 +185,11 @@ def close_round(
     """Fold the round's updates, sorted by device name, into the next state.
 
     `contributions` is read one at a time, so it may load each from disk. `influences` are those of the round's updates
-    that have one: updates far beyond the others are clipped or dropped as `how` says (`guard`). `fleet` is the number
-    of devices. Traffic, loss and scores are of those that were folded; `skipped` were left out before, for the record.
-    The round's seconds are the caller's to fill in. When every update was dropped the state stays. Raises
-    UnusableUpdate for the first that cannot be folded (a method folds in place, so the caller begins again without it),
-    ValueError when the devices are not in order or there is none.
+    that have one: updates far beyond the others are clipped or dropped as `how` says (`guard`). `fleet` is that of
+    `Method.sized`. Traffic, loss and scores are of the devices that were folded; `skipped` are those left out before,
+    for the record. The round's seconds are the caller's to fill in. When every update was dropped the state stays.
+    Raises UnusableUpdate for the first that cannot be folded (a method folds in place, so the caller begins again
+    without it), ValueError when the devices are not in order or there is none.
     """
     tally, records, total, last = _Tally(), dict[str, Any](), None, ""
     limits = guard.limits(influences, how)
@@ -218,7 +218,7 @@ def close_round(
     if not last:
         raise ValueError(f"round {round_} has no update to aggregate")
     if tally.devices:
-        state = method.of_fleet(state, fleet)
+        state = method.sized(state, fleet)
         state, changed = method.finish(course, round_, tally.devices, state, total)
         records |= changed
     return Closed(state, records, _round(method, course, round_, tally, skipped))

@@ -7,7 +7,8 @@ The rules
 ---------
 * A federation recruits, runs, may be paused, and ends finished or stopped. `stopped` and `finished` are final.
 * The engine holds no list of members. The caller reports which devices are present (they have asked for work, are not
-  removed and made a request recently) with `Present`, whenever a `Draw` is open or the federation recruits.
+  removed and made a request recently) with `Present`, whenever a `Draw` is open or the federation recruits; and the
+  size of the fleet, those that have asked for work at any time and are not removed.
 * It starts when `min_devices` are present, or when the operator starts it (`start = "manual"`).
 * Rounds are 1 .. N, one at a time, none skipped. A round asks a *cohort*: the `cohort` devices with the smallest
   ``key(seed, "cohort", round, attempt, device)`` among those present. A later attempt asks only as many as are still
@@ -128,9 +129,9 @@ def _refuse(state: State, kind: str, detail: str) -> Step:
     return state, (Refuse(kind, detail),)
 
 
-def _open(config: FederationConfig, state: State, now: float, present: tuple[str, ...]) -> Step:
-    """Open the next attempt with a cohort of `present`; stay in stage drawing when too few could ever report."""
-    able = [d for d in present if d not in state.received]
+def _open(config: FederationConfig, state: State, event: events.Present | events.Started) -> Step:
+    """Open the next attempt with a cohort of those present; stay in stage drawing when too few could ever report."""
+    now, able = event.now, [d for d in event.devices if d not in state.received]
     failed = {d for d, f in state.failed.items() if f.kind != "lost"}
     held_back = state.ended is not None and 0.0 <= now - state.ended < RETRY
     attempt, deadline, in_ = state.attempt + 1, now + config.deadline_seconds, len(usable(state))
@@ -146,10 +147,11 @@ def _open(config: FederationConfig, state: State, now: float, present: tuple[str
     taken = {state.asked[d] for d in (*usable(state), *cohort) if d in state.asked}
     free = iter(sorted(set(range(state.places or config.cohort)) - taken))
     places = {d: next(free) for d in sorted(set(cohort) - state.asked.keys())}
+    asked = {**state.asked, **places}
     opened = _move(
         state, "open", attempt=attempt, tries=state.tries + 1, cohort=tuple(sorted(cohort)), excused=(),
-        deadline=deadline, asked={**state.asked, **places}, opened=now if attempt == 1 else state.opened,
-        fleet=max(state.fleet, len(present)),
+        deadline=deadline, asked=asked, opened=now if attempt == 1 else state.opened,
+        fleet=max(event.fleet, len(asked)),
     )  # fmt: skip
     return opened, (OpenRound(state.round, attempt, opened.cohort, deadline),)
 
@@ -196,24 +198,24 @@ def _proceed(config: FederationConfig, state: State, now: float) -> Step:
     return state, ()
 
 
-def _begin(config: FederationConfig, state: State, now: float, present: tuple[str, ...]) -> Step:
-    state, decisions = _open(config, _move(state, "begin", round=1), now, present)
+def _begin(config: FederationConfig, state: State, event: events.Present | events.Started) -> Step:
+    state, decisions = _open(config, _move(state, "begin", round=1), event)
     return state, decisions or pending(state)
 
 
 def _present(config: FederationConfig, state: State, event: events.Present) -> Step:
     if state.phase == "recruiting":
         due = config.start == "auto" and len(event.devices) >= config.min_devices
-        return _begin(config, state, event.now, event.devices) if due else (state, ())
+        return _begin(config, state, event) if due else (state, ())
     if state.phase == "running" and state.stage == "drawing":
-        return _open(config, state, event.now, event.devices)
+        return _open(config, state, event)
     return state, ()
 
 
 def _started(config: FederationConfig, state: State, event: events.Started) -> Step:
     if not event.devices:
         return _refuse(state, "no-devices", "no device has asked for work lately; hand out a join token first")
-    return _begin(config, state, event.now, event.devices)
+    return _begin(config, state, event)
 
 
 def _removed(config: FederationConfig, state: State, event: events.Removed) -> Step:
@@ -301,7 +303,7 @@ def _aggregated(config: FederationConfig, state: State, event: events.Aggregated
     signal: Signal = "end" if state.round == (state.next_rounds or config.rounds) else "advance"
     moved = _move(state, signal)
     clean = State(phase=moved.phase, stage=moved.stage, round=state.round, fault=state.fault, changed=changed,
-                  places=state.places, fleet=state.fleet)  # fmt: skip
+                  places=state.places)  # fmt: skip
     if signal == "end":
         return replace(clean, fault=None), (Finish(state.round),)
     following = replace(clean, round=state.round + 1)

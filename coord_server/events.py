@@ -19,16 +19,21 @@ class Event:
 
 @dataclass(frozen=True)
 class Present(Event):
-    """The devices that can be drawn at this moment, sorted by name: the answer to `Draw`, or a newcomer's arrival."""
+    """The devices that can be drawn at this moment, sorted by name: the answer to `Draw`, or a newcomer's arrival.
+
+    `fleet` devices have asked for work at any time and are not removed.
+    """
 
     devices: tuple[str, ...]
+    fleet: int
 
 
 @dataclass(frozen=True)
 class Started(Event):
-    """The operator started the federation with the devices that are present, sorted by name."""
+    """The operator started the federation; `devices` and `fleet` as in `Present`."""
 
     devices: tuple[str, ...] = ()
+    fleet: int = 0
 
 
 @dataclass(frozen=True)

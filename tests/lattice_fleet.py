@@ -118,7 +118,7 @@ class Fleet:
             total, self.records[d] = self.method.fold(t.assignment, self.state, total, update, record)
         if dropped:
             return
-        self.state = self.method.of_fleet(self.state, len(self.data))
+        self.state = self.method.sized(self.state, len(self.data))
         self.state, _ = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
         self.state = stored(self.state)
 

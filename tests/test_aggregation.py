@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -137,6 +137,19 @@ def test_updates_are_read_one_at_a_time_and_finish_may_replace_records() -> None
 
     closed = close(lazily(), Spy())
     assert {d: r.alive for d, r in closed.records.items()} == {"a": 1, "b": 99, "c": 3}
+
+
+def test_a_method_is_given_the_size_of_the_fleet_before_a_round_ends_that_counts_an_update() -> None:
+    class Sized(FedAvg):
+        def sized(self, state: Any, fleet: int) -> Any:
+            return replace(state, parameters=np.full(D, fleet, np.float32))
+
+        def finish(
+            self, course: Course, round_: int, took_part: Sequence[str], state: Any, total: Any
+        ) -> tuple[Any, Mapping[str, Any]]:
+            return state, {}
+
+    assert close([("a", update(np.ones(D)))], Sized()).state.parameters.tolist() == [3.0] * D
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ CONFIG = FederationConfig.model_validate(
 
 
 def opened(now: float = 1000.0) -> State:
-    return apply(CONFIG, State(), Present(now, ("a", "b")))[0]
+    return apply(CONFIG, State(), Present(now, ("a", "b"), 2))[0]
 
 
 def test_a_clock_set_back_moves_the_deadline_to_one_attempt_from_now() -> None:
@@ -48,7 +48,7 @@ def test_an_attempt_never_has_more_time_left_than_it_was_given(now: float, meanw
         assert 0.0 <= state.remaining <= CONFIG.deadline_seconds
         state, said = apply(CONFIG, state, Resumed(now))
     if Draw(1, 2) in said:  # the deadline had passed
-        state, _ = apply(CONFIG, state, Present(now, ("a", "b")))
+        state, _ = apply(CONFIG, state, Present(now, ("a", "b"), 2))
     assert state.deadline is not None
     assert state.deadline <= now + CONFIG.deadline_seconds
 

@@ -56,15 +56,15 @@ class Process:
         followers = Followers(self.present, self.moved.append, self.decided.extend, self.heads.append)
         self.commits = Commits(metadata, "fed", c, metadata.head("fed"), followers, self.faults, clock)
 
-    async def present(self, now: float) -> tuple[str, ...]:
-        return NAMES
+    async def present(self, now: float) -> Present:
+        return Present(now, NAMES, len(NAMES))
 
     async def update(self, device: str, sha256: str = "5" * 64, round_: int = 1) -> tuple[Decision, ...]:
         event = Updated(1.0, round_, device, engine.lease(self.config, round_, device), sha256)
         return await self.commits.submit(event, add(device, sha256, round_))
 
     async def open(self) -> None:
-        await self.commits.submit(Present(1.0, NAMES))
+        await self.commits.submit(Present(1.0, NAMES, len(NAMES)))
 
 
 def add(device: str, sha256: str = "5" * 64, round_: int = 1) -> Callable[[Rows], None]:
@@ -141,7 +141,7 @@ def test_an_event_that_changes_nothing_writes_nothing(tmp_path: Path) -> None:
         with pytest.raises(Refusal) as refused:
             await p.update("a", "6" * 64)
         assert refused.value.kind == "conflicting-update"
-        await p.commits.submit(Present(2.0, NAMES))
+        await p.commits.submit(Present(2.0, NAMES, len(NAMES)))
         assert p.metadata.head("fed") == before
 
     play(tmp_path, script)
@@ -214,7 +214,7 @@ def test_many_processes_that_write_at_once_lose_nothing(tmp_path: Path, seed: in
     async def script(*processes: Process) -> None:
         for p in processes:
             p.config = p.commits.created = config().model_copy(update={"cohort": 20, "min_updates": 20})
-        await processes[0].commits.submit(Present(1.0, names))
+        await processes[0].commits.submit(Present(1.0, names, len(names)))
         said = await asyncio.gather(
             *(dice.choice(processes).update(name) for name in names for _ in range(3)), return_exceptions=True
         )

@@ -57,14 +57,14 @@ def run(
     for event in events:
         state, decisions = apply(c, state, event)
         if present is not None and any(isinstance(d, Draw) for d in decisions):
-            state, more = apply(c, state, Present(event.now, tuple(present)))
+            state, more = apply(c, state, Present(event.now, tuple(present), len(present)))
             decisions = (*(d for d in decisions if not isinstance(d, Draw)), *more)
         said += decisions
     return state, said
 
 
 def here(names: str, now: float = 0.0) -> Present:
-    return Present(now, tuple(sorted(names)))
+    return Present(now, tuple(sorted(names)), len(names))
 
 
 def opened(c: FederationConfig, names: str = "abc") -> State:
@@ -124,25 +124,24 @@ def test_a_cohort_chosen_at_once_is_the_one_chosen_key_by_key(names: set[str], s
 def test_the_state_holds_no_device_that_was_not_asked() -> None:
     c = config()
     names = tuple(f"d{i:05}" for i in range(10_000))
-    state, _ = run(c, Present(0.0, names))
+    state, _ = run(c, Present(0.0, names, len(names)))
     assert len(engine.dump(state)) < 1000
     assert tuple(state.asked) == state.cohort == engine.choose_cohort(c, names, 1, 1, c.cohort)
 
 
-def test_the_fleet_is_the_most_devices_that_were_present_at_once_when_an_attempt_opened() -> None:
-    c, sizes = config(rounds=9, max_attempts=5), list[int]()
-    state = opened(c, "abcd")
-    for names in ("abcde", "abc"):
-        sizes.append(state.fleet)
-        for device in state.cohort:
-            state, _ = run(c, updated(c, state, device), state=state)
-        state, _ = run(c, Aggregated(2.0, state.round, state.attempt), here(names), state=state)
-    assert [*sizes, state.fleet] == [4, 5, 5]
-    state, _ = run(c, here("abcdefg"), state=state)
-    assert state.fleet == 5  # the round is open already
-    state, _ = run(c, Tick(1e6), here("abcdef", 1e6), state=state)
+def test_the_fleet_is_that_of_the_last_attempt_and_holds_every_device_that_was_asked() -> None:
+    c = config(max_attempts=5)
+    state, _ = run(c, Present(0.0, tuple("abc"), 7))
+    assert state.fleet == 7
+    state, _ = run(c, Present(1.0, tuple("abc"), 9), state=state)
+    assert state.fleet == 7  # the attempt is open already
+    state, _ = run(c, Tick(1e6), Present(1e6, tuple("abc"), 6), state=state)
     assert (state.attempt, state.fleet) == (2, 6)
     assert engine.load(engine.dump(state)).fleet == 6
+    state, _ = run(c, Tick(2e6), Present(2e6, ("x", "y"), 1), state=state)
+    assert state.fleet == len(state.asked) == 5
+    started, _ = run(config(start="manual"), Started(0.0, tuple("abc"), 8))
+    assert started.fleet == 8
 
 
 def test_a_round_closes_when_its_whole_cohort_has_reported_and_the_next_one_is_drawn_after_aggregation() -> None:
@@ -635,11 +634,12 @@ def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_cou
             event = Unusable(now, state.round, state.attempt, engine.usable(state))
         else:
             now += 100.0 if word == "late" else 0.0
-            event = {"come": Present(now, tuple(sorted(present))), "go": Tick(now), "remove": Removed(now, device),
+            here_now = Present(now, tuple(sorted(present)), len(present))
+            event = {"come": here_now, "go": Tick(now), "remove": Removed(now, device),
                      "tick": Tick(now), "late": Tick(now), "aggregated": Aggregated(now, state.round, state.attempt),
                      "pause": Paused(now), "resume": Resumed(now),
                      "start": Started(now, tuple(sorted(present)))}[word]  # fmt: skip
-        for happening in (event, Present(now, tuple(sorted(present)))):
+        for happening in (event, Present(now, tuple(sorted(present)), len(present))):
             before, force = state, engine.in_force(c, state)
             state, decisions = apply(c, state, happening)
             if isinstance(happening, Changed):

@@ -351,21 +351,24 @@ def test_the_budget_is_a_share_of_fedavgs_bytes_and_six_kilobytes_at_least() -> 
     assert Lattice(budget=1000.0).allowed(large, 4.0) == 22 * 6144
 
 
-def test_the_rounds_from_one_update_of_a_device_to_its_next_are_the_cohorts_that_the_fleet_is() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), {d: samples(0) for d in "abcdefghijkl"}, cohort=4)
-    for _ in range(2):
-        fleet.play(*"abcd", dropped=True)  # rounds before the first counted one say nothing
-    for cohort, due in (("abcd", 3.0), ("abce", 3.0), ("fg", 3.6), ("fghi", 48 / 14)):
-        fleet.play(*cohort)
-        assert apart(fleet.state) == pytest.approx(due)
-    assert apart(replace(fleet.state, fleet=2)) == 1.0  # fewer than report, where devices were seen late
+def test_the_rounds_from_one_update_of_a_device_to_its_next_are_the_cohorts_that_the_fleet_makes() -> None:
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), {d: samples(0) for d in "abcdefgh"}, cohort=4)
+    fleet.play("a")
+    assert apart(fleet.state, 4) == 2.0
+    assert apart(fleet.method.sized(fleet.state, 9), 4) == 2.25
+    assert apart(fleet.method.sized(fleet.state, 3), 4) == 1.0
 
 
 def test_a_change_over_more_rounds_than_the_history_counts_as_one_over_the_history() -> None:
-    state = replace(Fleet(Lattice(epochs=1, lr=0.1), THREE).state, fleet=100, first=1, round=1, reports=1)
-    assert lateness(state, 40) == (HISTORY, HISTORY, 1.0)
-    assert lateness(state, 5) == (5, 4, 2.0)
-    assert lateness(state, 1) == (1, 0, 4.0)
+    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
+
+    def late(round_: int, first: int = 1) -> tuple[int, int, float]:
+        return lateness(replace(start, fleet=300, first=first, round=round_), 3)
+
+    assert late(40) == (HISTORY, HISTORY, 1.0)
+    assert late(5) == (5, 4, 2.0)
+    assert late(1) == (1, 0, 4.0)
+    assert late(5, first=3) == (5, 2, 8**0.5)
 
 
 def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_updates() -> None:
@@ -385,13 +388,11 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
 def test_cells_are_coarse_where_devices_are_many_rounds_apart_and_the_run_is_long_enough() -> None:
     start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
 
-    def cells(apart: int, rounds: int = 60, **now: int) -> int:
-        return coarsest(replace(start, fleet=3 * apart, first=1, round=1, reports=3, **now), rounds)
+    def cells(apart: int, rounds: int = 60) -> int:
+        return coarsest(replace(start, fleet=3 * apart), 3, rounds)
 
     assert [cells(apart) for apart in (1, 2, 3, 4, 50)] == [0, 0, 0, 2, 2]
     assert [cells(5, rounds) for rounds in (2, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
-    assert cells(50, level=MIDDLE + 1) == 0  # once moves are coarser, cells are fine
-    assert cells(50, level=MIDDLE - 1) == 2
 
 
 def test_with_coarse_cells_moves_are_finer() -> None:
@@ -404,6 +405,7 @@ def test_with_coarse_cells_moves_are_finer() -> None:
 
     assert [after(0), after(0, cells=1)] == [(-1, 3), (-1, 2)]
     assert after(-2) == (-2, 4)  # the guard made moves finer
+    assert after(2) == (-1, 3)  # moves had become coarser before the fleet grew
 
 
 def test_moves_rise_by_a_level_for_each_factor_of_two_up_to_the_top() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordination import LIMIT, Fleet, credential, served, until
+from coordination import LIMIT, Fleet, credential, served, until, whole
 from sqlalchemy import insert
 
 from coord_server.events import Started, Stopped
@@ -19,6 +19,7 @@ from coord_server.store import tables
 from coord_server.store.metadata import Metadata
 from coord_server.store.tables import Seen
 from edge_client.errors import StorageFullError, StorageUnreachableError
+from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import Enrol, Failure, Wait
 
 FED = "/v1/federations/fed"
@@ -78,6 +79,33 @@ def test_a_device_that_has_been_silent_too_long_is_not_drawn_until_it_returns(tm
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("start", ["auto", "manual"])
+def test_the_fleet_is_every_device_that_has_asked_for_work_and_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    clock, fleets = Clock(), list[int]()
+    monkeypatch.setattr(FedAvg, "sized", lambda self, state, fleet: fleets.append(fleet) or state)
+
+    async def main() -> None:
+        async with served(tmp_path, clock) as fleet:
+            await fleet.federation("silent", "gone", start=start, min_devices=3)
+            assert (await fleet.enrol("new")).status_code == 200
+            assert (await fleet.operator("DELETE", f"{FED}/devices/gone")).status_code == 204
+            clock.ahead = 4000.0
+            for device in "ab":
+                assert (await fleet.enrol(device)).status_code == 200
+                await fleet.work(device)
+            if start == "manual":
+                assert (await fleet.operator("POST", f"{FED}/start")).status_code == 200
+            else:
+                assert (await fleet.operator("PATCH", FED, json={"min_devices": 2})).status_code == 200
+                await fleet.work("a")
+            await whole(fleet, "a", "b")
+
+    asyncio.run(main())
+    assert fleets == [3, 3]
+
+
 def test_a_device_whose_long_poll_is_open_is_present(tmp_path: Path) -> None:
     clock = Clock()
 
@@ -89,17 +117,17 @@ def test_a_device_whose_long_poll_is_open_is_present(tmp_path: Path) -> None:
             while "a" not in devices._polls:
                 await asyncio.sleep(0.001)
             clock.ahead = 200.0
-            assert await devices.present(clock()) == ("a",)
+            assert (await devices.present(clock())).devices == ("a",)
             newer = asyncio.create_task(fleet.work("a", LIMIT))
             assert (await held)["status"] == "wait"  # the newer one has replaced it
-            assert await devices.present(clock()) == ("a",)
+            assert (await devices.present(clock())).devices == ("a",)
             live(fleet).answer_polls()
             await newer
             assert devices._polls == {}
             clock.ahead = 290.0
-            assert await devices.present(clock()) == ("a",)  # it was here until its poll ended
+            assert (await devices.present(clock())).devices == ("a",)  # it was here until its poll ended
             clock.ahead = 310.0
-            assert await devices.present(clock()) == ()
+            assert (await devices.present(clock())).devices == ()
 
     asyncio.run(main())
 
@@ -252,7 +280,7 @@ def test_devices_that_arrive_together_are_written_together_and_a_fault_reaches_a
             assert all(isinstance(s, Wait) for s in await asyncio.gather(*(fed.work(n, 0.0) for n in names)))
             assert len(calls) == 2
             assert fed.summary().devices == 20
-            assert await devices.present(time.time()) == tuple(names)
+            assert (await devices.present(time.time())).devices == tuple(names)
 
     asyncio.run(main())
 

@@ -20,6 +20,7 @@ from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, DivergedError, LostError, MaskfleetError
 from edge_client.methods import make_method
+from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.messages import FederationConfig
 from edge_client.task import Course, Local, Task
@@ -130,6 +131,15 @@ def test_a_device_that_is_away_takes_no_part_and_a_latecomer_does(
     for row in result.rows[:2]:
         assert late not in row.record.devices
     assert result.rows[2].record.devices == sorted([late, *others[2:]])
+
+
+def test_devices_that_are_away_belong_to_the_fleet(
+    bundle: Bundle, devices: dict[str, DeviceData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleets = list[int]()
+    monkeypatch.setattr(FedAvg, "sized", lambda self, state, fleet: fleets.append(fleet) or state)
+    simulate(bundle, devices, METHODS[0], mishaps=Mishaps(away={min(devices): {1, 2}}))
+    assert fleets == [5, 5, 5]
 
 
 def test_a_device_that_lost_what_it_kept_sits_the_round_out_and_goes_on(

@@ -94,7 +94,7 @@ def federation(folder: Path) -> dict[str, float]:
                 record = records.get(place)
                 total, records[place] = clock("update", _folded, method, a, state, total, record, data_)
             took_part = [a.device for a, _ in updates.values()]
-            state = method.of_fleet(state, DEVICES)
+            state = method.sized(state, DEVICES)
             state, _ = clock("finish", method.finish, course, round_, took_part, state, total)
     clock.spent["send"] = [x - y for x, y in zip(clock.spent["local"], clock.spent["train"], strict=True)]
     names = ("receive", "receive_last", "send", "train", "downlink", "update", "finish")

@@ -1,7 +1,7 @@
 """A federation in one process: the coordinator's engine and aggregation, the devices' local rounds, no HTTP.
 
 The objects that run behind the REST API and on a device run here too, over the same payload bytes. So a simulation ends
-with the same bits as a real federation of the same seed, devices, cohorts and device secrets. Devices train in parallel
+with the same bits as a real federation of the same seed, fleet, cohorts and device secrets. Devices train in parallel
 processes where that pays (`workers`), with the same bits again. Every device is present and reports, unless `Mishaps`
 say otherwise; deadlines and other failures are not simulated.
 """
@@ -258,13 +258,13 @@ def _rounds(
         status, decisions = engine.apply(config, status, event)
         todo.extend(decisions)
 
-    happen(events.Present(0.0, sim.mishaps.present(names, 1)))
+    happen(events.Present(0.0, sim.mishaps.present(names, 1), len(names)))
     rows: list[RoundRow] = []
     opened = time.perf_counter()
     while todo:
         decision = todo.popleft()
         if isinstance(decision, events.Draw):
-            happen(events.Present(0.0, sim.mishaps.present(names, decision.round)))
+            happen(events.Present(0.0, sim.mishaps.present(names, decision.round), len(names)))
         elif isinstance(decision, events.OpenRound):
             opened, round_ = time.perf_counter(), decision.round
             places = {d: status.asked[d] for d in decision.cohort}

@@ -166,6 +166,6 @@ async def show_round(served: Viewed, federation: FederationId, round_: RoundNumb
 
 @router.get("/federations/{federation}/state", response_class=Response, responses=_STATE)
 async def export_state(served: Viewed, federation: FederationId) -> Response:
-    """The same seed and updates give the same bytes, here and in the simulator. `Maskfleet-Round` is the round."""
+    """The same seed, fleet and updates give the same bytes, also in the simulator. `Maskfleet-Round` is the round."""
     round_, content = await (await served.find(federation)).exported()
     return Response(content, headers={"Maskfleet-Round": str(round_)}, media_type=MEDIA_TYPE)

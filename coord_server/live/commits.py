@@ -39,8 +39,8 @@ Answer = tuple[Decision, ...]
 class Followers:
     """What the rest of a live federation does about a commit."""
 
-    present: Callable[[float], Awaitable[tuple[str, ...]]]
-    """The devices that can be drawn now, sorted by name."""
+    present: Callable[[float], Awaitable[Present]]
+    """The devices that can be drawn now."""
     moved: Callable[[engine.State], None]
     """Memory holds a new state; the argument is the one before."""
     carry_out: Callable[[Sequence[Decision]], None]
@@ -185,8 +185,7 @@ class Commits:
         """Apply an event; a Draw is answered at once."""
         state, decisions = engine.apply(self.created, state, event)
         if any(isinstance(d, Draw) for d in decisions):
-            now = self.clock()
-            state, more = engine.apply(self.created, state, Present(now, await self._followers.present(now)))
+            state, more = engine.apply(self.created, state, await self._followers.present(self.clock()))
             decisions = (*decisions, *more)
         return state, decisions
 
@@ -257,7 +256,7 @@ class Commits:
         try:
             with self.faults.watch("clock", "the deadline cannot be acted upon"):
                 drawing = self.state.stage == "drawing"
-                await self.submit(Present(now, await self._followers.present(now)) if drawing else Tick(now))
+                await self.submit(await self._followers.present(now) if drawing else Tick(now))
         except MaskfleetError as error:
             log.error("%s: %s", self.id, error)
             await asyncio.sleep(RETRY)

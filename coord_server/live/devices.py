@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from coord_server import auth, metrics
 from coord_server.aggregation import sum_kinds
+from coord_server.events import Present
 from coord_server.live.status import Faults
 from coord_server.problems import Refusal
 from coord_server.store.metadata import Metadata
@@ -136,8 +137,8 @@ class Devices:
         self.ready_count += new
         self._ready.add(device)
 
-    async def present(self, now: float) -> tuple[str, ...]:
-        """The devices that can be drawn at `now`, sorted by name. Raises StateError.
+    async def present(self, now: float) -> Present:
+        """The devices that can be drawn at `now`, and the size of the fleet. Raises StateError.
 
         What other processes saw is read from the database, unless that was done just now.
         """
@@ -147,7 +148,8 @@ class Devices:
                 self._ready.add(device)
                 self._last[device] = max(at, self._last.get(device, at))
             self._queried = now
-        return tuple(sorted(d for d in self._ready if d in self._polls or self._last.get(d, since - 1.0) >= since))
+        found = sorted(d for d in self._ready if d in self._polls or self._last.get(d, since - 1.0) >= since)
+        return Present(now, tuple(found), self.ready_count)
 
     def present_now(self) -> int:
         """How many devices are present, as far as this process has seen or read it."""

@@ -212,7 +212,7 @@ class LiveFederation:
         """Commit the arrival of a device, so that every process can draw it, and start what waits for devices."""
         now, new = self._clock(), list[int]()
         await self._commits.submit(
-            events.Present(now, ()),
+            events.Present(now, (), self.devices.ready_count),
             lambda rows: new.append(rows.arrive(device, now)),
             lambda: self.devices.arrived(device, new[-1]),
         )
@@ -220,10 +220,10 @@ class LiveFederation:
 
     async def _call(self) -> None:
         """Submit the devices that are present, if the engine waits for them."""
-        s, c, now = self._commits.state, self.config, self._clock()
+        s, c = self._commits.state, self.config
         starts = s.phase == "recruiting" and c.start == "auto" and self.devices.ready_count >= c.min_devices
         if starts or s.stage == "drawing":
-            await self._commits.submit(events.Present(now, await self.devices.present(now)))
+            await self._commits.submit(await self.devices.present(self._clock()))
 
     async def _due(self, device: str, waited: bool) -> Work:
         fresh = False
@@ -320,7 +320,8 @@ class LiveFederation:
         event = kind(self._clock())
         if isinstance(event, events.Started):
             await self._commits.refresh()
-            event = replace(event, devices=await self.devices.present(event.now))
+            found = await self.devices.present(event.now)
+            event = replace(event, devices=found.devices, fleet=found.fleet)
         await self._commits.submit(event)
         log.info("%s: %s by the operator, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
                  extra={"federation": self.id})  # fmt: skip

@@ -11,7 +11,7 @@ One round, as the engine of either side runs it::
              local_round(task, kept, received)         -> Local     what it keeps, uploads, and its trained model
     server   read_update(a, state, record, payload)    -> Update    checked and decoded, or PayloadError
              fold(a, state, total, update, record)     -> total, record   one at a time, ordered by device name
-             of_fleet(state, fleet)                    -> state     how many devices there are
+             sized(state, fleet)                       -> state     how many devices the federation has
              finish(course, round, took_part, state, total) -> state, records
 
 Rounds count from 1. After the last round every device asks for one more downlink (round `rounds + 1`) and makes its
@@ -187,8 +187,11 @@ class Method(BaseModel):
         """
         ...
 
-    def of_fleet(self, state: Any, fleet: int) -> Any:
-        """The state when the federation has so many devices. Called before every `finish`."""
+    def sized(self, state: Any, fleet: int) -> Any:
+        """The state of a federation of so many devices. Called before every `finish`.
+
+        `fleet` counts those that have asked for work at any time and are not removed. It may change between rounds.
+        """
         return state
 
     @abstractmethod

@@ -216,7 +216,7 @@ class Lattice(Settings):
             total.rms.append(update.rms)
         return total, Record(a.round)
 
-    def of_fleet(self, state: State, fleet: int) -> State:
+    def sized(self, state: State, fleet: int) -> State:
         return replace(state, fleet=fleet)
 
     def finish(
@@ -269,15 +269,15 @@ class Lattice(Settings):
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
         """The state with the levels of the next round: as the budget has them, and lower after bad rounds."""
-        late, like, grown = lattice_levels.lateness(state, round_)
+        late, like, grown = lattice_levels.lateness(state, course.cohort)
         up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
         state = replace(state, spent=state.spent + up + down)
         free = round_ + self.window(course) < course.rounds and not state.bad
         free &= state.coarser == self.coarser  # cells that the budget made coarse stay, and moves with them
-        cells = 0 if self.coarser else lattice_levels.coarsest(state, course.rounds)
+        cells = 0 if self.coarser else lattice_levels.coarsest(state, course.cohort, course.rounds)
         if like and free and lattice_levels.settled(state, like):
             each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
-            apart = lattice_levels.apart(state)
+            apart = lattice_levels.apart(state, course.cohort)
             left = self.allowed(network(course, state.units), apart) - state.spent
             need = (course.rounds - round_ + apart) * each / max(each, left)
             if need > 1:

@@ -1,7 +1,7 @@
 """How coarse Lattice's next moves and changes of N are: what the budget asks for.
 
-The server compares the bytes that the rounds left need with what is left of the budget. A device's downlink grows with
-the rounds that it has missed (`apart`).
+The server compares the bytes that the rounds left need with what is left of the budget. A device sends an update every
+n rounds in the mean (`apart`); its downlink grows with n.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ FINER = 1  # levels that moves become finer when cells become coarse: their nois
 MOST_RISE = 3  # levels of the moves at a time
 
 
-def apart(state: State) -> float:
-    """The rounds from one update of a device to its next, at least 1, in the mean over the fleet.
-
-    All devices divided by the updates of a round: the number of cohorts that the fleet is.
-    """
-    return max(1.0, state.fleet * (state.round + 1 - state.first) / state.reports)
+def apart(state: State, cohort: int) -> float:
+    """n, the mean rounds from one update of a device to its next: how many cohorts the fleet makes, at least 1."""
+    return max(1.0, state.fleet / cohort)
 
 
-def lateness(state: State, round_: int) -> tuple[int, int, float]:
+def lateness(state: State, cohort: int) -> tuple[int, int, float]:
     """What a typical device of the next round receives: ``(late, like, grown)``.
 
     `late`: the rounds that its change covers. `like`: those of them without the first round, whose moves are finer than
     all later ones. `grown`: a change takes this many times the bytes of `like` rounds once enough rounds are played.
     The noise of rounding goes to and fro, so bytes grow as the root of the rounds.
     """
-    most = min(round(apart(state)), lattice_grid.HISTORY)
-    late = min(most, round_)
-    like = min(late, round_ - state.first)
+    most = min(round(apart(state, cohort)), lattice_grid.HISTORY)
+    late = min(most, state.round)
+    like = min(late, state.round - state.first)
     return late, like, math.sqrt(most / max(1, like))
 
 
@@ -47,13 +44,9 @@ def settled(state: State, rounds: int) -> bool:
     return bool(((last == state.cell) | (lengths == 0)).all())
 
 
-def coarsest(state: State, rounds: int) -> int:
-    """The level of a cell above the first moves where the rounds of a device are far apart; 0 elsewhere.
-
-    Devices may join later: moves that are coarser than the first ones by then keep fine cells.
-    """
-    far = state.level <= MIDDLE and apart(state) >= FAR
-    return max(0, min(COARSEST, round(math.log2(rounds / SHORT)))) if far else 0
+def coarsest(state: State, cohort: int, rounds: int) -> int:
+    """The level of a cell above the first moves where the rounds of a device are far apart; 0 elsewhere."""
+    return max(0, min(COARSEST, round(math.log2(rounds / SHORT)))) if apart(state, cohort) >= FAR else 0
 
 
 def coarse(state: State, level: int) -> State:

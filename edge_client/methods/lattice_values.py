@@ -28,7 +28,7 @@ class State:
     `first` and `round` are the first and the last round that counted an update, 0 before. `samples` is the mean over
     `reports` updates. `level` is that of the next moves, `coarser` how many levels a change of N is above them.
     N is whole in units of 2^`lowest`. `spent` are the estimated bytes of a device in all rounds. `bad` counts
-    the bad rounds in a row. `fleet` is the number of devices. `units` are packed bits, None before the pruning.
+    the bad rounds in a row. `fleet` is that of `Method.sized`. `units` are packed bits, None before the pruning.
     """
 
     counts: Counts

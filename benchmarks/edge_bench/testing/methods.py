@@ -172,7 +172,7 @@ class Middle:
         self.rounds += 1
         places = {d: i for i, d in enumerate(self.names)}
         list(self.sim.train(self.rounds, places))
-        self.sim.aggregate(self.rounds, places, len(places), 0.0)
+        self.sim.aggregate(self.rounds, places, len(places) + 1, 0.0)
 
     def through_bytes(self) -> None:
         """Store and read everything back, as a coordinator and its devices do when they start again."""
