@@ -27,7 +27,7 @@ from edge_client.methods.averaging import Mean
 from edge_client.methods.lattice import MOVES, Lattice
 from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import HISTORY, MIDDLE, dither, grid, nearest, rms, spans, spread, steps
-from edge_client.methods.lattice_levels import apart, coarse, coarsest, lateness, raised, settled
+from edge_client.methods.lattice_levels import coarse, coarsest, lateness, raised, settled
 from edge_client.methods.lattice_train import Plan, train
 from edge_client.methods.lattice_values import Record, Total
 from edge_client.methods.lattice_wire import UpHead, up_head
@@ -351,19 +351,11 @@ def test_the_budget_is_a_share_of_fedavgs_bytes_and_six_kilobytes_at_least() -> 
     assert Lattice(budget=1000.0).allowed(large, 4.0) == 22 * 6144
 
 
-def test_the_rounds_from_one_update_of_a_device_to_its_next_are_the_cohorts_that_the_fleet_makes() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), {d: samples(0) for d in "abcdefgh"}, cohort=4)
-    fleet.play("a")
-    assert apart(fleet.state, 4) == 2.0
-    assert apart(fleet.method.sized(fleet.state, 9), 4) == 2.25
-    assert apart(fleet.method.sized(fleet.state, 3), 4) == 1.0
-
-
 def test_a_change_over_more_rounds_than_the_history_counts_as_one_over_the_history() -> None:
     start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
 
     def late(round_: int, first: int = 1) -> tuple[int, int, float]:
-        return lateness(replace(start, fleet=300, first=first, round=round_), 3)
+        return lateness(replace(start, first=first, round=round_), 100.0)
 
     assert late(40) == (HISTORY, HISTORY, 1.0)
     assert late(5) == (5, 4, 2.0)
@@ -386,13 +378,8 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
 
 
 def test_cells_are_coarse_where_devices_are_many_rounds_apart_and_the_run_is_long_enough() -> None:
-    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
-
-    def cells(apart: int, rounds: int = 60) -> int:
-        return coarsest(replace(start, fleet=3 * apart), 3, rounds)
-
-    assert [cells(apart) for apart in (1, 2, 3, 4, 50)] == [0, 0, 0, 2, 2]
-    assert [cells(5, rounds) for rounds in (2, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
+    assert [coarsest(n, 60) for n in (1.0, 2.0, 3.9, 4.0, 50.0)] == [0, 0, 0, 2, 2]
+    assert [coarsest(5.0, rounds) for rounds in (2, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
 
 
 def test_with_coarse_cells_moves_are_finer() -> None:

@@ -1,7 +1,7 @@
 """How coarse Lattice's next moves and changes of N are: what the budget asks for.
 
-The server compares the bytes that the rounds left need with what is left of the budget. A device sends an update every
-n rounds in the mean (`apart`); its downlink grows with n.
+The server compares the bytes that the rounds left need with what is left of the budget. The fleet makes n cohorts, so
+in the mean a device sends an update every n rounds; its downlink grows with n.
 """
 
 from __future__ import annotations
@@ -14,25 +14,20 @@ from edge_client.methods.lattice_grid import MIDDLE
 from edge_client.methods.lattice_values import State
 
 COARSEST = 2  # levels of a cell above the first moves that the budget asks for
-FAR = 4.0  # where the rounds of a device are at least so far apart, coarse cells are worth the delay
+FAR = 4.0  # with n at least this, coarse cells are worth the delay
 SHORT = 6  # times 2**j: about the rounds of a run that is long enough for cells j levels above the first moves
 FINER = 1  # levels that moves become finer when cells become coarse: their noise is most of what travels down
 MOST_RISE = 3  # levels of the moves at a time
 
 
-def apart(state: State, cohort: int) -> float:
-    """n, the mean rounds from one update of a device to its next: how many cohorts the fleet makes, at least 1."""
-    return max(1.0, state.fleet / cohort)
-
-
-def lateness(state: State, cohort: int) -> tuple[int, int, float]:
+def lateness(state: State, n: float) -> tuple[int, int, float]:
     """What a typical device of the next round receives: ``(late, like, grown)``.
 
     `late`: the rounds that its change covers. `like`: those of them without the first round, whose moves are finer than
     all later ones. `grown`: a change takes this many times the bytes of `like` rounds once enough rounds are played.
     The noise of rounding goes to and fro, so bytes grow as the root of the rounds.
     """
-    most = min(round(apart(state, cohort)), lattice_grid.HISTORY)
+    most = min(round(n), lattice_grid.HISTORY)
     late = min(most, state.round)
     like = min(late, state.round - state.first)
     return late, like, math.sqrt(most / max(1, like))
@@ -44,9 +39,9 @@ def settled(state: State, rounds: int) -> bool:
     return bool(((last == state.cell) | (lengths == 0)).all())
 
 
-def coarsest(state: State, cohort: int, rounds: int) -> int:
+def coarsest(n: float, rounds: int) -> int:
     """The level of a cell above the first moves where the rounds of a device are far apart; 0 elsewhere."""
-    return max(0, min(COARSEST, round(math.log2(rounds / SHORT)))) if apart(state, cohort) >= FAR else 0
+    return max(0, min(COARSEST, round(math.log2(rounds / SHORT)))) if n >= FAR else 0
 
 
 def coarse(state: State, level: int) -> State:
