@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +31,18 @@ class Mean:
         return (self.sum / self.weight).astype(np.float32)
 
 
-Total = tuple[Mean, Mean]
-"""The means of parameters and of statistics."""
+class Total(NamedTuple):
+    """The means of parameters and of statistics."""
+
+    parameters: Mean
+    buffers: Mean
 
 
 def added(total: Total | None, weight: float, parameters: F32, buffers: F32) -> Total:
     """The means with one more device's values in them."""
-    means = total or (Mean(parameters.size), Mean(buffers.size))
-    means[0].add(weight, parameters)
-    means[1].add(weight, buffers)
+    means = total or Total(Mean(parameters.size), Mean(buffers.size))
+    means.parameters.add(weight, parameters)
+    means.buffers.add(weight, buffers)
     return means
 
 

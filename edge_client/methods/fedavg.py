@@ -90,7 +90,6 @@ class FedAvg(LocalSgd):
     """Local SGD with momentum, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "fedavg"
-    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Any] | None] = Kept
 

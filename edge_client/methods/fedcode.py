@@ -31,8 +31,8 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Range, Search
-from edge_client.methods.averaging import Mean, added, distance, toward
+from edge_client.methods import Influence, Range, Search, averaging, fedavg
+from edge_client.methods.averaging import added
 from edge_client.methods.fedavg import State
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -75,11 +75,10 @@ class Clustered:
 
 @dataclass(frozen=True)
 class Update:
-    """A device's codebook; in a round with clusters its model as well, and the number of samples behind it."""
+    """A device's codebook; in a round with clusters its model as well."""
 
     codebook: F32
-    model: State | None
-    samples: float
+    model: fedavg.Update | None
 
 
 @dataclass
@@ -87,7 +86,7 @@ class Total:
     """The codebooks of a round, or the means of parameters and statistics."""
 
     codebooks: list[F32]
-    means: tuple[Mean, Mean] | None
+    means: averaging.Total | None
 
 
 class FedCode(LocalSgd):
@@ -138,23 +137,18 @@ class FedCode(LocalSgd):
         samples = count(payload, "samples", MAX_SAMPLES)
         if self.requests(a.round):
             found, buffers = self.read_whole(a.model, payload)
-            return Update(found.codebook, State(found.weights, buffers), samples)
+            return Update(found.codebook, fedavg.Update(found.weights, buffers, samples))
         allow_only(payload, "codebook")
-        return Update(self.read_codebook(payload), None, samples)
+        return Update(self.read_codebook(payload), None)
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence | None:
         """A model's change. None for a codebook: no weight moves farther than to an honest codebook's nearest value."""
-        if update.model is None:
-            return None
-        moved = distance(update.model.parameters, state.parameters)
-        return Influence(moved, update.samples, distance(update.model.buffers, state.buffers))
+        return None if update.model is None else fedavg.influence(state, update.model)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """The changes of parameters and statistics times `scale`."""
-        if update.model is None:
-            return update
-        parameters = toward(state.parameters, update.model.parameters, scale)
-        return Update(update.codebook, State(parameters, toward(state.buffers, update.model.buffers, scale)), weight)
+        model = None if update.model is None else fedavg.limited(state, update.model, scale, weight)
+        return Update(update.codebook, model)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
@@ -164,14 +158,14 @@ class FedCode(LocalSgd):
         if update.model is None:
             total.codebooks.append(update.codebook)
         else:
-            total.means = added(total.means, update.samples, update.model.parameters, update.model.buffers)
+            total.means = added(total.means, update.model.samples, update.model.parameters, update.model.buffers)
         return total, Record(a.round)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
         if total.means is not None:
-            return State(total.means[0].value, total.means[1].value), {}
+            return State(total.means.parameters.value, total.means.buffers.value), {}
         codebook = np.unique(np.concatenate(total.codebooks))
         return State(codebook[nearest(state.parameters, codebook)], state.buffers), {}
 

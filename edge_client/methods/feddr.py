@@ -73,7 +73,7 @@ class Kept:
 def without(total: Total, last: Reflection | None, seen: Callable[[F32], F32] = lambda values: values) -> Total:
     """A sum of reflections without a device's last one, which another replaces; `seen` is what the sum has of it."""
     if last is not None:
-        total[0].add(-last.weight, seen(last.values))
+        total.parameters.add(-last.weight, seen(last.values))
     return total
 
 
@@ -129,10 +129,10 @@ class FedDR(FedAvg):
     ) -> tuple[Averaged, Mapping[str, Reflection]]:
         """The mean of all devices' last reflections, of which `state` has those before the round."""
         assert isinstance(state, Averaged)
-        total[0].sum += state.total
-        total[0].weight += state.weight
+        mean = total.parameters  # of the round, then of all devices
+        mean.sum += state.total
+        mean.weight += state.weight
         now, _ = super().finish(course, round_, took_part, state, total)
-        mean = total[0]
         return Averaged(now.parameters, now.buffers, now.recent, now.velocity, mean.weight, total=mean.sum), {}
 
     def lost(self, record: Reflection) -> Reflection:

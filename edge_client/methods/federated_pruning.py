@@ -79,7 +79,6 @@ class FederatedPruning(LocalSgd):
     """Federated averaging of a smaller network that the server chooses again and again."""
 
     name: ClassVar[str] = "federated_pruning"
-    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Holds]] = Holds
     kept_type: ClassVar[type[Kept]] = Kept
@@ -158,7 +157,7 @@ class FederatedPruning(LocalSgd):
         """
         small = unpacked(course.model.manifest, state.units).small
         parameters, buffers, units = state.parameters.copy(), state.buffers.copy(), state.units
-        parameters[small.parameters], buffers[small.buffers] = total[0].value, total[1].value
+        parameters[small.parameters], buffers[small.buffers] = total.parameters.value, total.buffers.value
         period = round_ // self.every if round_ < course.rounds else state.period
         if period != state.period:
             units = self._choose(course.model, parameters).packed

@@ -113,7 +113,6 @@ class Hermes(LocalSgd):
     """Validation-gated structured pruning, group lasso, and the mean over the devices that hold a parameter."""
 
     name: ClassVar[str] = "hermes"
-    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Structure]] = Structure
     kept_type: ClassVar[type[Kept]] = Kept

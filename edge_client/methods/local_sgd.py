@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
-from edge_client.methods import Method, pretrained
+from edge_client.methods import Method, Range, Search, pretrained
 from edge_client.parts import Part
 from edge_client.task import Batch, EpochLoss, Task
 from edge_client.training.sgd import Sgd
@@ -40,6 +40,7 @@ class LocalSgd(Method):
     """Base of these methods: how their devices train."""
 
     usual_lr: ClassVar[float] = 0.01
+    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
 
     epochs: Annotated[int, Field(ge=1, le=1000)] = 5
     batch: Annotated[int, Field(ge=1, le=65536)] = 32

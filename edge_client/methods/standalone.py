@@ -27,7 +27,6 @@ class Standalone(LocalSgd):
     """Local SGD with momentum from the bundle's initial values, round after round."""
 
     name: ClassVar[str] = "standalone"
-    search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "epochs": Range(1, 10)}
     state_type: ClassVar[type[Nothing]] = Nothing
     kept_type: ClassVar[type[Weights]] = Weights
 

@@ -37,7 +37,7 @@ from pydantic import Field
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
-from edge_client.methods.averaging import Mean
+from edge_client.methods.averaging import Mean, Total
 from edge_client.methods.fedavg import tensor_ends
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -96,14 +96,6 @@ class Update:
     change: Ternary
     statistics: F32
     samples: float
-
-
-@dataclass(frozen=True)
-class Total:
-    """The means of the changes of parameters and statistics."""
-
-    change: Mean
-    statistics: Mean
 
 
 class STC(LocalSgd):
@@ -214,18 +206,18 @@ class STC(LocalSgd):
     ) -> tuple[Total, Record]:
         """Add n_k times the change, and n_k."""
         total = total or Total(Mean(state.residual.size), Mean(state.model.buffers.size))
-        total.change.sum[update.change.positions] += update.samples * update.change.values.astype(np.float64)
-        total.change.weight += update.samples
-        total.statistics.add(update.samples, update.statistics)
+        total.parameters.sum[update.change.positions] += update.samples * update.change.values.astype(np.float64)
+        total.parameters.weight += update.samples
+        total.buffers.add(update.samples, update.statistics)
         return total, Record(state.version)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
         """The model after the round's ternary update, which joins the log; what it drops is the residual."""
-        due = state.residual + total.change.value
+        due = state.residual + total.parameters.value
         change = sparse.ternary(due, self.keep, self.ends(course.model.manifest))
-        data = self.write(course.model, state.model, change, total.statistics.value)
+        data = self.write(course.model, state.model, change, total.buffers.value)
         model = self.after(course.model, state.model, data)
         due[change.positions] -= change.values
         framed = varint(len(data)) + data

@@ -16,11 +16,11 @@ F64 = NDArray[np.float64]
 _INDEX = np.uint64(0xFFFFFFFF)
 
 
-def group_norms(weights: Iterable[F32], axis: int = 0) -> F64:
-    """The Euclidean norm of each unit over all `weights`: of its entries along `axis` (0 filters or rows, 1 inputs)."""
+def group_norms(weights: Iterable[F32]) -> F64:
+    """The Euclidean norm of each unit over all `weights`, whose axis 0 is the units."""
     square: F64 | None = None
     for weight in weights:
-        own = np.square(np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1), dtype=np.float64).sum(axis=1)
+        own = np.square(weight.reshape(len(weight), -1), dtype=np.float64).sum(axis=1)
         square = own if square is None else square + own
     if square is None:
         raise ValueError("a norm needs at least one weight")
