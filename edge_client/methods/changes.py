@@ -11,13 +11,13 @@ from typing import Annotated
 
 from edge_kernels import bits as bitset
 from edge_kernels import codecs
-from edge_kernels.codecs import CodecError, Contexts
+from edge_kernels.codecs import Contexts
 from pydantic import AfterValidator
 
 from edge_client.bundle import Bits
-from edge_client.errors import LostError, PayloadError
+from edge_client.errors import LostError
 from edge_client.methods import SetCodecName, bits_digest
-from edge_client.protocol.payload import Payload, coded, u8
+from edge_client.protocol.payload import Payload, coded, decoding, u8
 
 CODEC_HEAD = 64  # bytes that an exact codec may need beside one bit an element
 
@@ -69,7 +69,5 @@ def decode(
     Raises LostError when the changes are to other bits, PayloadError when they are malformed.
     """
     check(payload, known, what)
-    try:
+    with decoding(what):
         return known ^ codecs.decode_mask(codec, coded(payload, array_name(codec), others), known.size, contexts)
-    except CodecError as error:
-        raise PayloadError(f"{what} cannot be decoded: {error}; fetch or send it again") from None

@@ -44,7 +44,7 @@ from edge_client.methods import bernoulli, changes
 from edge_client.methods.averaging import Mean
 from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, HeadUpdate
 from edge_client.methods.theta import F64, Ints, Posterior
-from edge_client.protocol.payload import Arrays, Payload, coded, count, u8
+from edge_client.protocol.payload import Arrays, Payload, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, Local, Task
 
 # A coded array is named after what it holds and its codec.
@@ -202,11 +202,9 @@ class Coupled(BernoulliMasks):
         what = f"the update of device {a.device!r} in round {a.round}"
         changes.check(payload, reference, what)
         net = state.step.net if state.step is not None and holds_net(a, record) else None
-        try:
-            past = self.history(a.model, None if net is None else net.flips)
+        past = self.history(a.model, None if net is None else net.flips)
+        with decoding(what):
             return reference ^ coupling.decode_flips(coded(payload, FLIPS), theta, u, past)
-        except CodecError as error:
-            raise PayloadError(f"{what} cannot be decoded: {error}") from None
 
     def fold(
         self, a: Assignment, state: State, total: Any, update: HeadUpdate | Packed, record: Record | None

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
-from edge_client.methods import Influence, Range, Search, ValueCodecName
+from edge_client.methods import Influence, ValueCodecName
 from edge_client.methods.averaging import Total, accelerated, added, distance, float32, toward
 from edge_client.methods.local_sgd import LocalSgd, Weights, window
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, packed, unpacked

@@ -25,7 +25,7 @@ from heapq import heappop, heappush
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from edge_kernels.codecs import CodecError, counts
+from edge_kernels.codecs import counts
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -36,7 +36,7 @@ from edge_client.methods.averaging import added
 from edge_client.methods.fedavg import State
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.protocol.messages import MAX_SAMPLES
-from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, u8, vector
+from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, decoding, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 CLUSTERS = "clusters.counts"  # a coded array is named after what it holds and its codec
@@ -212,12 +212,9 @@ class FedCode(LocalSgd):
     def read_whole(self, model: Model, payload: Payload) -> tuple[Clustered, F32]:
         """The clustered weights and the statistics. Raises PayloadError."""
         codebook, buffers = self.read_codebook(payload), vector(payload, "buffers", model.manifest.buffers_d)
-        try:
-            clusters = counts.decode(
-                coded(payload, CLUSTERS, ("codebook", "buffers")), model.manifest.d, len(codebook) - 1
-            )
-        except CodecError as error:
-            raise PayloadError(f"array {CLUSTERS!r}: {error}") from None
+        data, d = coded(payload, CLUSTERS, ("codebook", "buffers")), model.manifest.d
+        with decoding(f"array {CLUSTERS!r}"):
+            clusters = counts.decode(data, d, len(codebook) - 1)
         return Clustered(codebook, clusters), buffers
 
 

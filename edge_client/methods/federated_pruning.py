@@ -26,7 +26,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model, Packed
 from edge_client.errors import LostError
-from edge_client.methods import Influence, Range, Search, ValueCodecName
+from edge_client.methods import Influence, ValueCodecName
 from edge_client.methods.averaging import Total, added
 from edge_client.methods.fedavg import Update, influence, limited
 from edge_client.methods.local_sgd import LocalSgd, Weights

@@ -20,14 +20,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from edge_kernels import codecs, counter
-from edge_kernels.codecs import CodecError, counts
+from edge_kernels.codecs import counts
 
 from edge_client.bundle import F32, Bits
-from edge_client.errors import PayloadError
 from edge_client.methods import SetCodecName
 from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Kept, Received, State
 from edge_client.methods.theta import Posterior
-from edge_client.protocol.payload import Payload, allow_only, coded, count, u8
+from edge_client.protocol.payload import Payload, allow_only, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, Task
 
 COUNTS = "counts.counts"  # a coded array is named after what it holds and its codec
@@ -66,10 +65,8 @@ class FedPM(BernoulliMasks):
         return n // 7 if self.codec == "entropy" else 5 * n
 
     def read_mask(self, a: Assignment, state: State, record: None, payload: Payload) -> Bits:
-        try:
+        with decoding(f"the mask of device {a.device!r} in round {a.round}"):
             return codecs.decode_mask(self.codec, coded(payload, self.mask), self.exchanged(a.model))
-        except CodecError as error:
-            raise PayloadError(f"the mask of device {a.device!r} in round {a.round}: {error}") from None
 
     # --- client half
 
@@ -82,10 +79,8 @@ class FedPM(BernoulliMasks):
         if COUNTS not in downlink.arrays:
             return Received(self.first_theta(a.course), head)
         masks = count(downlink, "masks", MOST_MASKS)
-        try:
+        with decoding(f"the downlink of round {a.round}"):
             ones = counts.decode(coded(downlink, COUNTS, ("head",)), self.exchanged(a.model), masks)
-        except CodecError as error:
-            raise PayloadError(f"the downlink of round {a.round}: {error}") from None
         return Received(self.theta(a.course, Posterior(ones.astype(np.uint32), masks)), head)
 
     def upload(self, task: Task, received: Received, theta: F32) -> tuple[Bits, Payload]:

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model, Packed, views
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import ALL, Influence, Range, Search, ValueCodecName
+from edge_client.methods import ALL, Influence, ValueCodecName
 from edge_client.methods.averaging import distance, toward
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.methods.units import (

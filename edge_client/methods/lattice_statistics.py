@@ -10,14 +10,13 @@ from typing import TypeAlias
 
 import numpy as np
 from edge_kernels import counter, lattice
-from edge_kernels.codecs import CodecError
 from edge_kernels.lattice_model import Known
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods.lattice_grid import Counts
-from edge_client.protocol.payload import Payload, bytes_of, u8
+from edge_client.protocol.payload import Payload, bytes_of, decoding, u8
 from edge_client.task import Assignment
 
 Share: TypeAlias = "float | NDArray[np.float64]"
@@ -67,10 +66,8 @@ def read(payload: Payload, before: Counts) -> Counts:
     """
     if not before.size and NAME not in payload.arrays:
         return before
-    try:
+    with decoding("the statistics"):
         moved = lattice.decode(bytes_of(payload, NAME), _known(before.size))
-    except CodecError as error:
-        raise PayloadError(f"the statistics cannot be decoded: {error}") from None
     now = before + moved.astype(np.int64)
     if np.abs(now).max(initial=0) > MOST:
         raise PayloadError("a statistic is beyond float32; lower the learning rate")

@@ -14,6 +14,7 @@ from edge_kernels.lattice_model import Known
 
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods.lattice_grid import HIGHEST, Counts
+from edge_client.protocol.payload import decoding
 from edge_client.task import Assignment
 
 MOST_MOVE = (1 << 15) - 1  # of a device's number
@@ -78,10 +79,8 @@ def _fields(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
 def read_moves(a: Assignment, data: bytes, known: Known) -> tuple[float, Counts]:
     """The gain and the moves of an update. Raises PayloadError."""
     head, coded = up_head(data)
-    try:
+    with decoding(f"the moves of {a.device!r} in round {a.round}"):
         moves = lattice.decode(coded, known)
-    except CodecError as error:
-        raise PayloadError(f"the moves of {a.device!r} in round {a.round} cannot be decoded: {error}") from None
     if bits.checksum([moves]) != head.crc:
         raise PayloadError(
             f"the moves of {a.device!r} in round {a.round} do not match their checksum: they were coded against "

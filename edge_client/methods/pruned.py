@@ -10,14 +10,13 @@ from __future__ import annotations
 import numpy as np
 from edge_kernels import bits as bitset
 from edge_kernels import codecs
-from edge_kernels.codecs import CodecError
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Bits, Manifest, Model, Packed
 from edge_client.errors import PayloadError
 from edge_client.methods import bits_digest
 from edge_client.parts import Part, frozen, tensors
-from edge_client.protocol.payload import Payload, coded, u8
+from edge_client.protocol.payload import Payload, coded, decoding, u8
 
 MASK = "mask.entropy"
 
@@ -84,7 +83,5 @@ def encoded_mask(manifest: Manifest, mask: Bits) -> Packed:
 def decoded_mask(manifest: Manifest, payload: Payload) -> Bits:
     """The mask of a whole downlink, bool[prunable]. Raises PayloadError."""
     contexts = layer_of(manifest)
-    try:
+    with decoding("the mask of the downlink"):
         return codecs.decode_mask("entropy", coded(payload, MASK, ("values", "buffers")), contexts.size, contexts)
-    except CodecError as error:
-        raise PayloadError(f"the mask of the downlink: {error}; fetch it again") from None

@@ -23,20 +23,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from edge_kernels import bits as bitset
-from edge_kernels.codecs import CodecError, counts
+from edge_kernels.codecs import counts
 from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32, Bits, Model, Packed
-from edge_client.errors import ConfigError, LostError, PayloadError
+from edge_client.errors import ConfigError, LostError
 from edge_client.methods import ALL, Influence, Method, Range, Search, changes
 from edge_client.methods.averaging import Mean
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.units import UNITS, Units, network
 from edge_client.parts import Part, rest, tensors, weights
 from edge_client.protocol.messages import MAX_SAMPLES
-from edge_client.protocol.payload import Payload, coded, count, u8
+from edge_client.protocol.payload import Payload, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.gates import Gate
 from edge_client.training.sgd import Sgd
@@ -275,10 +275,8 @@ class SignMasks(Method):
             return Received(majority.astype(np.uint8), 1, units)
         votes = count(downlink, "votes", MOST_VOTES)
         guess = own * counts.dtype_for(votes).type(votes)
-        try:
+        with decoding(what):
             plus = counts.decode(coded(downlink, COUNTS, once), own.size, votes, guess)
-        except CodecError as error:
-            raise PayloadError(f"{what} cannot be decoded: {error}; fetch it again") from None
         return Received(plus, votes, units)
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:

@@ -41,7 +41,7 @@ from edge_client.methods.averaging import Mean, Total
 from edge_client.methods.fedavg import tensor_ends
 from edge_client.methods.local_sgd import LocalSgd, Weights
 from edge_client.protocol.messages import MAX_SAMPLES
-from edge_client.protocol.payload import Payload, coded, count, u8
+from edge_client.protocol.payload import Payload, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 UPDATE, UPDATES, MODEL = "update", "updates", "model"
@@ -183,10 +183,8 @@ class STC(LocalSgd):
         return 2 * m.buffers_d + m.d // 2 + 4 * len(m.parameters) + (1 << 17)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
-        try:
+        with decoding(f"the update of device {a.device!r} in round {a.round}"):
             change, statistics = self.read(a.model, state.model, coded(payload, UPDATE))
-        except CodecError as error:
-            raise PayloadError(f"the update of device {a.device!r} in round {a.round}: {error}") from None
         if np.abs(change.magnitudes).max(initial=0) > MOST:
             raise PayloadError(f"a change of device {a.device!r} is beyond {MOST:g}; lower the learning rate")
         return Update(change, statistics, count(payload, "samples", MAX_SAMPLES))

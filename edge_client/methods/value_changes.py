@@ -22,7 +22,7 @@ from pydantic import AfterValidator, ValidationInfo
 
 from edge_client.bundle import F32, Bits
 from edge_client.errors import DivergedError, PayloadError
-from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, u8, vector
+from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, decoding, u8, vector
 from edge_client.task import Assignment
 
 PLAIN = "float32"
@@ -143,7 +143,5 @@ def unpacked(
         allow_only(payload, name, *others)
         return vector(payload, name, size)
     array = f"{name}.{codec}"
-    try:
+    with decoding(f"array {array!r}"):
         return values.decode_parts(codec, coded(payload, array, others), ends or (size,), stream)
-    except CodecError as error:
-        raise PayloadError(f"array {array!r}: {error}") from None

@@ -17,11 +17,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
+from edge_kernels.codecs import CodecError
 from numpy.typing import NDArray
 
 from edge_client.errors import PayloadError
@@ -98,6 +100,15 @@ def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
     if set(payload.arrays) - {name, *others}:
         raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r} was due")
     return bytes_of(payload, name)
+
+
+@contextmanager
+def decoding(what: str) -> Iterator[None]:
+    """A CodecError of the block as a PayloadError that says that `what` cannot be decoded, and why."""
+    try:
+        yield
+    except CodecError as error:
+        raise PayloadError(f"{what} cannot be decoded: {error}; fetch or send it again") from None
 
 
 def u8(data: bytes) -> NDArray[np.uint8]:
