@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edge_kernels import counter
 from edge_kernels.codecs.sets import CodecError, Positions, positions_of
-from edge_kernels.codecs.streams import Reader, varint
+from edge_kernels.codecs.streams import PADDING, Reader, pack, varint
 
 HASHES = 32  # the most
 _KEY = counter.key("bloom")
@@ -35,7 +35,7 @@ def encode(positions: Positions, d: int, rate: float) -> bytes:
         part = positions[slice(*np.searchsorted(positions, [low, low + _TILE]))] - np.uint32(low)
         for cell in _cells(low, min(_TILE, d - low), hashes, cells):
             filled[cell[part]] = True
-    return bytes([hashes]) + varint(len(positions)) + varint(cells) + np.packbits(filled, bitorder="little").tobytes()
+    return bytes([hashes]) + varint(len(positions)) + varint(cells) + pack(filled)
 
 
 def decode(data: bytes, d: int) -> Positions:
@@ -75,7 +75,7 @@ def parse(data: bytes) -> Filter:
     packed = reader.bytes(-(-cells // 8))
     reader.end()
     if cells % 8 and packed[-1] >> (cells % 8):
-        raise CodecError("padding bits are set; the payload is damaged")
+        raise CodecError(PADDING)
     return Filter(size, hashes, cells, packed)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from edge_kernels.codecs import entropy
 from edge_kernels.codecs.sets import CodecError, Contexts, check_size, mask_of, positions_of
-from edge_kernels.codecs.streams import Reader, bit_lengths, pack, planes, varint
+from edge_kernels.codecs.streams import PADDING, Reader, bit_lengths, pack, planes, varint
 
 MAX_TOP = 2**31 - 2
 _SEGMENT = 1 << 20  # values coded together; bounds the memory beside the result
@@ -130,7 +130,7 @@ def _read_low_bits(
     total = sum(counts)
     raw = reader.bytes((total + 7) // 8)
     if total % 8 and raw[-1] >> (total % 8):
-        raise CodecError("padding bits are set; the payload is damaged")
+        raise CodecError(PADDING)
 
     def bits(start: int, count: int) -> NDArray[np.bool_]:
         some = np.unpackbits(raw[start // 8 : (start + count + 7) // 8], bitorder="little")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edge_kernels import counter
 from edge_kernels.codecs import counts
 from edge_kernels.codecs.sets import CodecError
-from edge_kernels.codecs.streams import Reader, varint
+from edge_kernels.codecs.streams import Reader, pack, varint
 
 F32 = NDArray[np.float32]
 BUCKET = 512  # values that share a norm
@@ -34,8 +34,7 @@ def encode_qsgd(values: F32, stream: int, levels: int) -> bytes:
     if not bool(np.isfinite(sent).all()):
         raise CodecError("the norm of a bucket is beyond the range of float32; choose another codec")
     body = counts.encode(magnitudes, levels)
-    signs = np.packbits(values[magnitudes > 0] < 0, bitorder="little").tobytes()
-    return sent.tobytes() + varint(len(body)) + body + signs
+    return sent.tobytes() + varint(len(body)) + body + pack(values[magnitudes > 0] < 0)
 
 
 def decode_qsgd(data: bytes, d: int, stream: int, levels: int) -> F32:
@@ -44,7 +43,7 @@ def decode_qsgd(data: bytes, d: int, stream: int, levels: int) -> F32:
     norms = read_scales(reader, -(-d // BUCKET))
     magnitudes = counts.decode(reader.bytes(reader.varint()).tobytes(), d, levels)
     negative = magnitudes > 0
-    negative[negative] = read_signs(reader, int(np.count_nonzero(negative)))
+    negative[negative] = reader.bits(int(np.count_nonzero(negative)))
     reader.end()
     values: F32 = magnitudes.astype(np.float32)
     values /= np.float32(levels)
@@ -56,14 +55,14 @@ def decode_qsgd(data: bytes, d: int, stream: int, levels: int) -> F32:
 def encode_signs(values: F32, stream: int) -> bytes:
     """The mean magnitude, float32, and a bit for each value, 1 below 0."""
     mean = np.abs(values).mean(dtype=np.float64) if len(values) else 0.0
-    return np.array(mean, "<f4").tobytes() + np.packbits(values < 0, bitorder="little").tobytes()
+    return np.array(mean, "<f4").tobytes() + pack(values < 0)
 
 
 def decode_signs(data: bytes, d: int, stream: int) -> F32:
     """The values that `encode_signs` wrote. Raises CodecError."""
     reader = Reader(data)
     (magnitude,) = read_scales(reader, 1)
-    signs = read_signs(reader, d)
+    signs = reader.bits(d)
     reader.end()
     values: F32 = np.full(d, magnitude, np.float32)
     np.negative(values, out=values, where=signs)
@@ -76,11 +75,3 @@ def read_scales(reader: Reader, count: int) -> F32:
     if not bool((np.isfinite(scales) & (scales >= 0)).all()):
         raise CodecError("a scale is negative or not finite; the payload is damaged")
     return scales
-
-
-def read_signs(reader: Reader, count: int) -> NDArray[np.bool_]:
-    """`count` bits, 1 for a negative value. Raises CodecError."""
-    bits = np.unpackbits(reader.bytes(-(-count // 8)), bitorder="little")
-    if bits[count:].any():
-        raise CodecError("padding bits are set; the payload is damaged")
-    return bits[:count].view(np.bool_)

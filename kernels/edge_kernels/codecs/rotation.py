@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from edge_kernels import counter
 from edge_kernels.codecs.sets import CodecError
+from edge_kernels.codecs.streams import Reader, pack
 
 F32 = NDArray[np.float32]
 BLOCK, SMALLEST = 1 << 13, 1 << 6
@@ -278,8 +279,8 @@ class _Out:
         if not np.isfinite(self.factors).all():
             raise CodecError("a block of values is too long for a float32 factor; choose another codec")
         levels = self.levels if self.chosen is None else self.levels[self.chosen]
-        planes = [levels >> np.uint8(j) & np.uint8(1) for j in range(width)]
-        return self.factors.astype("<f4").tobytes() + np.packbits(np.concatenate(planes), bitorder="little").tobytes()
+        planes = [levels >> np.uint8(j) & np.uint8(1) != 0 for j in range(width)]
+        return self.factors.astype("<f4").tobytes() + pack(np.concatenate(planes))
 
     def read(self, data: bytes, width: int) -> None:
         """Fill both arrays. Raises CodecError."""
@@ -291,9 +292,7 @@ class _Out:
         least = self.factors[:, 1:] if self.factors.ndim == 2 else 0
         if not bool((np.isfinite(self.factors) & (self.factors >= least)).all()):
             raise CodecError("a factor is negative or not finite, or out of order; the payload is damaged")
-        bits = np.unpackbits(np.frombuffer(data, np.uint8, offset=head), bitorder="little")
-        if bits[count * width :].any():
-            raise CodecError("padding bits are set; the payload is damaged")
+        bits = Reader(data[head:]).bits(count * width).view(np.uint8)
         levels = np.zeros(count, np.uint8)
         for j in range(width):
             levels |= bits[j * count : (j + 1) * count] << np.uint8(j)

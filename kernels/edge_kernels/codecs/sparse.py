@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels.codecs import auto
-from edge_kernels.codecs.quantised import read_scales, read_signs
+from edge_kernels.codecs.quantised import read_scales
 from edge_kernels.codecs.sets import CodecError, Contexts, Positions
-from edge_kernels.codecs.streams import Reader, varint
+from edge_kernels.codecs.streams import Reader, pack, varint
 
 F32 = NDArray[np.float32]
 
@@ -112,7 +112,7 @@ def write(t: Ternary, d: int, contexts: Contexts | None = None, leaning: Context
     """
     head = t.magnitudes.astype("<f4").tobytes() + write_positions(t.positions, d, contexts)
     if leaning is None:
-        return head + np.packbits(t.negative, bitorder="little").tobytes()
+        return head + pack(t.negative)
     signs = np.flatnonzero(t.negative).astype(np.uint32)
     return head + auto.encode(signs, len(t.positions), leaning[t.positions])
 
@@ -125,7 +125,7 @@ def read(data: bytes, d: int, fraction: float, ends: tuple[int, ...], contexts: 
     most = sum(kept(end - low, fraction) for low, end in zip((0, *ends), ends, strict=False))
     positions = read_positions(reader, d, most, contexts)
     if leaning is None:
-        negative = read_signs(reader, len(positions))
+        negative = reader.bits(len(positions))
     else:
         negative = np.zeros(len(positions), np.bool_)
         rest = reader.bytes(reader.left).tobytes()

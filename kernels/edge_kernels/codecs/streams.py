@@ -17,6 +17,7 @@ from edge_kernels.codecs.sets import CodecError
 Bits = NDArray[np.bool_]
 UInts = NDArray[np.unsignedinteger[Any]]
 
+PADDING = "padding bits are set; the payload is damaged"
 _TILE = 1 << 16  # bits searched at a time
 
 
@@ -124,6 +125,13 @@ class Reader:
         self._at += count
         return self._data[self._at - count : self._at]
 
+    def bits(self, count: int) -> Bits:
+        """The next `count` bits, and past the padding of their last byte, which must be 0."""
+        found = np.unpackbits(self.bytes(-(-count // 8)), bitorder="little").view(np.bool_)
+        if found[count:].any():
+            raise CodecError(PADDING)
+        return found[:count]
+
     def byte(self) -> int:
         """The next byte."""
         return int(self.bytes(1)[0])
@@ -151,7 +159,7 @@ class Reader:
         if whole * 8 > len(bits):
             raise CodecError("the payload ends within a bit sequence; it is truncated or damaged")
         if bits[used : whole * 8].any():
-            raise CodecError("padding bits are set; the payload is damaged")
+            raise CodecError(PADDING)
         self._at += whole
 
     def end(self) -> None:
