@@ -77,6 +77,11 @@ def tensors(manifest: Manifest, names: Collection[str]) -> Part:
     return Part(tuple(Block(t.name, t.span, t.shape) for t in manifest.parameters if t.name in names))
 
 
+def head(manifest: Manifest) -> Part:
+    """The weights and biases of the last layer."""
+    return tensors(manifest, {*manifest.layers[-1].weights, *manifest.layers[-1].biases})
+
+
 def weights(manifest: Manifest, layers: Iterable[Layer], without_gates: Collection[str] = ()) -> Part:
     """The weights of layers, a block a tensor; of a recurrent layer a block a gate, without the gates named."""
     blocks: list[Block] = []

@@ -250,6 +250,12 @@ def pretrained(model: Model) -> bool:
     return model.manifest.seed is None
 
 
+def trained_head(model: Model) -> bool:
+    """Whether the last layer's weights are worth keeping: those of a pre-trained bundle, unless they are all 0."""
+    last = model.manifest.layers[-1].weights
+    return pretrained(model) and any(model.parameters[model.manifest.tensors[n].span].any() for n in last)
+
+
 def bits_digest(packed: NDArray[np.uint8]) -> str:
     """The 64-bit name of packed bits (a structure, a reference mask): the first 16 hex digits of their SHA-256."""
     return digest(packed.tobytes())[:16]

@@ -20,9 +20,9 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Bits, Model
 from edge_client.errors import ConfigError
-from edge_client.methods import MORE_EPOCHS, Method, pretrained
+from edge_client.methods import MORE_EPOCHS, Method, pretrained, trained_head
 from edge_client.methods.theta import F64
-from edge_client.parts import Part, tensors
+from edge_client.parts import Part, head, tensors
 from edge_client.task import Assignment, Course, Personal
 
 
@@ -55,8 +55,7 @@ class MaskedNetwork(Method):
             )
         if self.head != "auto":
             return self.head
-        head = tensors(model.manifest, model.manifest.layers[-1].weights).gather(model.parameters)
-        return "keep" if pretrained(model) and head.any() else "probe"
+        return "keep" if trained_head(model) else "probe"
 
     def masked(self, model: Model) -> Part:
         """The masked parameters. Raises ConfigError when `layers` names a layer that is not there, or none is left."""
@@ -83,8 +82,7 @@ class MaskedNetwork(Method):
 
     def probed(self, model: Model) -> Part:
         """The head's parameters when it is probed, else nothing."""
-        head = model.manifest.layers[-1]
-        return tensors(model.manifest, {*head.weights, *head.biases} if self.head_of(model) == "probe" else set())
+        return head(model.manifest) if self.head_of(model) == "probe" else Part(())
 
     def probing(self, model: Model) -> int:
         """The number of rounds that train the head; they come first."""

@@ -30,21 +30,17 @@ from pydantic import Field, model_validator
 from edge_client.bundle import F32, Bits, Model, Packed, digest
 from edge_client.errors import ConfigError
 from edge_client.flat import to_arrays
-from edge_client.methods import Influence, Method, Range, Search, pretrained
+from edge_client.methods import Influence, Method, Range, Search, pretrained, trained_head
 from edge_client.methods.averaging import Mean, distance, toward
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.fedmask_wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
 from edge_client.methods.structure import Division
-from edge_client.parts import Part, rest, tensors, weights
+from edge_client.parts import Part, head, rest, weights
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.gates import Gate, GroupLasso, SigmoidThreshold
 from edge_client.training.sgd import Sgd
 from edge_client.training.steps import masked_step
-
-# Ones and holders of every element, the `real` values, and with state="client" every device's update.
-Total = tuple[Tally, Tally, Mean, dict[str, Held]]
-
 
 @dataclass(frozen=True)
 class State:
@@ -58,6 +54,19 @@ class State:
     averaged: NDArray[np.uint32]
     levels: int
     real: F32
+
+
+@dataclass(frozen=True)
+class Total:
+    """How many devices have a 1 at each element, and how many hold it; the mean of the `real` values.
+
+    With ``state="client"`` also every device's update.
+    """
+
+    ones: Tally
+    holders: Tally
+    real: Mean
+    updates: dict[str, Held]
 
 
 Head = Literal["masked", "local"]
@@ -147,8 +156,7 @@ class FedMask(Method):
         """The settings for this model: those that were given, else its defaults."""
         choice = self.drawn
         if pretrained(model):
-            last = tensors(model.manifest, model.manifest.layers[-1].weights).gather(model.parameters)
-            choice = self.trained if last.any() else replace(self.trained, head="local")
+            choice = self.trained if trained_head(model) else replace(self.trained, head="local")
         given = {f.name: getattr(self, f.name) for f in fields(Choice)}
         return replace(choice, **{name: value for name, value in given.items() if value is not None})
 
@@ -168,8 +176,8 @@ class FedMask(Method):
         every, masked = weights(m, layers), weights(m, layers, self.real_gates)
         groups = [masked.places_of(layer.weights) for layer in layers if layer.name in pruned and choice.keep < 1]
         groups = [g for g in groups if g.size]
-        head = {*m.layers[-1].weights, *m.layers[-1].biases} if choice.head == "local" else set()
-        local = Part(tuple(b for b in rest(m, every).blocks if self.biases == "local" or b.name in head))
+        own = head(m).blocks if choice.head == "local" else ()
+        local = Part(tuple(b for b in rest(m, every).blocks if self.biases == "local" or b in own))
         kept = tuple(max(1, round(choice.keep * g.size)) for g in groups)
         return Division(masked, every.without(masked), local, tuple(groups), kept)
 
@@ -244,22 +252,22 @@ class FedMask(Method):
         ones = np.zeros(live.size, np.bool_)
         ones[live] = bitset.unpack(update.held.bits, division.live)
         if total is None:
-            total = Tally(live.size), Tally(live.size), Mean(state.real.size), {}
-        total[0].add(bitset.pack(ones))
-        total[1].add(bitset.pack(live))
-        total[2].add(1.0, update.real)
+            total = Total(Tally(live.size), Tally(live.size), Mean(state.real.size), {})
+        total.ones.add(bitset.pack(ones))
+        total.holders.add(bitset.pack(live))
+        total.real.add(1.0, update.real)
         if self.state == "client":
-            total[3][a.device] = update.held
+            total.updates[a.device] = update.held
         return total, Record(update.held, a.round)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
-        ones, holders, real = total[0].counts(), total[1].counts(), total[2].value
+        ones, holders, real = total.ones.counts(), total.holders.counts(), total.real.value
         shared, mean = holders >= 2, ones / np.maximum(holders, 1)
         if self.state == "client":  # the mean of one holder is its own bit
             expand, on = self.division(course.model).expand, mean >= 0.5
-            records = {d: Record(h, round_, bitset.pack(on[expand(h.structure)])) for d, h in total[3].items()}
+            records = {d: Record(h, round_, bitset.pack(on[expand(h.structure)])) for d, h in total.updates.items()}
             return replace(state, real=real), records
         share = np.where(shared, mean, state.share).astype(np.float32)
         averaged = np.where(shared, round_, state.averaged).astype(np.uint32)
@@ -280,10 +288,8 @@ class FedMask(Method):
         loss = self.train(task, values, buffers, scores, self.epochs, "train")
         mask = scores >= 0
         update = wire.update(mask[live], received, structure, wire.division.real.gather(values))
-        held, latent = (
-            Held(structure, bitset.pack(mask[live])),
-            scores if self.chosen(model).restart == "latent" else None,
-        )
+        held = Held(structure, bitset.pack(mask[live]))
+        latent = scores if self.chosen(model).restart == "latent" else None
         own = Kept(held, wire.division.local.gather(values), buffers, latent)
         gates = self.gate.forward(scores, None)
         return Local(own, update, wire.division.under(model, values, gates, buffers), loss)

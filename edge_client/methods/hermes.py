@@ -205,11 +205,9 @@ class Hermes(LocalSgd):
         return State(parameters), {}
 
     def of_device(self, course: Course, state: State, record: Structure | None, everyone: Personal) -> Personal | None:
-        return (
-            None
-            if course.model.manifest.buffers
-            else _units(course.model, record).applied(state.parameters, course.model.buffers)
-        )
+        if course.model.manifest.buffers:
+            return None
+        return _units(course.model, record).applied(state.parameters, course.model.buffers)
 
     # --- client half
 

@@ -16,12 +16,12 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from edge_client.bundle import F32, Manifest, Model
+from edge_client.bundle import F32, Model
 from edge_client.methods import Influence, Range, Search, ValueCodecName
 from edge_client.methods.averaging import Mean, distance, toward
 from edge_client.methods.local_sgd import LocalSgd, descend_on
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
-from edge_client.parts import Part, frozen, tensors
+from edge_client.parts import frozen, head
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -72,17 +72,13 @@ class LinearProbing(LocalSgd):
         """How the head travels up."""
         return Uplink(self.up, self.feedback)
 
-    def head(self, m: Manifest) -> Part:
-        """The last layer's weights and biases."""
-        return tensors(m, {*m.layers[-1].weights, *m.layers[-1].biases})
-
     def exchanged(self, model: Model) -> int:
-        return self.head(model.manifest).size
+        return head(model.manifest).size
 
     # --- server half
 
     def start(self, course: Course) -> State:
-        return State(self.head(course.model.manifest).gather(course.model.parameters))
+        return State(head(course.model.manifest).gather(course.model.parameters))
 
     def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
         return Payload({"head": state.head})
@@ -92,8 +88,8 @@ class LinearProbing(LocalSgd):
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
         m = a.model.manifest
-        head = self.uplink.read(a, "head", payload, state.head, self.head(m).gather(frozen(m)))
-        return Update(head, count(payload, "samples", MAX_SAMPLES))
+        trained = self.uplink.read(a, "head", payload, state.head, head(m).gather(frozen(m)))
+        return Update(trained, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         return Influence(distance(update.head, state.head), update.samples)
@@ -124,7 +120,7 @@ class LinearProbing(LocalSgd):
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """Epochs of SGD on the head behind the frozen backbone."""
         m = task.assignment.model.manifest
-        start, part = self.personal(task, kept, received), self.head(m)
+        start, part = self.personal(task, kept, received), head(m)
         values, buffers = start.parameters, start.buffers.copy()
         optimiser = Sgd(part.size, self.learning_rate(task.assignment.model), self.momentum)
         batches = task.batches(self.epochs, self.batch)
@@ -137,6 +133,6 @@ class LinearProbing(LocalSgd):
         """The bundle's backbone with the global head and the device's own statistics."""
         model = task.assignment.model
         values = model.parameters.copy()
-        self.head(model.manifest).scatter(received.head, values)
+        head(model.manifest).scatter(received.head, values)
         own = kept is not None and kept.buffers.size == model.buffers.size
         return Personal(values, kept.buffers if own and kept is not None else model.buffers)

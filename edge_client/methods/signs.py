@@ -34,7 +34,7 @@ from edge_client.methods import ALL, Influence, Method, Range, Search, changes
 from edge_client.methods.averaging import Mean
 from edge_client.methods.changes import ExactCodecName
 from edge_client.methods.units import UNITS, Units, network
-from edge_client.parts import Part, rest, tensors, weights
+from edge_client.parts import Part, head, rest, weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
@@ -182,8 +182,7 @@ class SignMasks(Method):
                 f"{m.name!r} has no other; choose another method"
             )
         masked = weights(m, m.layers[:-1])
-        head = tensors(m, {*m.layers[-1].weights, *m.layers[-1].biases})
-        return Parts(masked, rest(m, masked) if self.biases == "local" else head)
+        return Parts(masked, rest(m, masked) if self.biases == "local" else head(m))
 
     def own_signs(self, model: Model) -> Bits:
         """The signs of the bundle's weights, bool[masked]; 0 counts as +."""
