@@ -26,12 +26,12 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model, Packed
 from edge_client.errors import LostError
-from edge_client.methods import Influence, ValueCodecName
+from edge_client.methods import Influence
 from edge_client.methods.averaging import Total, added
 from edge_client.methods.fedavg import Update, influence, limited
-from edge_client.methods.local_sgd import LocalSgd, Weights
+from edge_client.methods.local_sgd import Weights
 from edge_client.methods.units import UNITS, Units, carried, counts, held, live, read_units, strongest, unpacked, whole
-from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
+from edge_client.methods.value_changes import Coded
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -75,7 +75,7 @@ class Received:
     buffers: F32
 
 
-class FederatedPruning(LocalSgd):
+class FederatedPruning(Coded):
     """Federated averaging of a smaller network that the server chooses again and again."""
 
     name: ClassVar[str] = "federated_pruning"
@@ -87,16 +87,9 @@ class FederatedPruning(LocalSgd):
     """Share of each group's units that devices train, at least one."""
     every: Annotated[int, Field(ge=1)] = 10
     """Rounds from one choice to the next (the paper's s)."""
-    up: ValueCodecName = PLAIN
-    feedback: Feedback = False
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         return ("a larger keep", "lr") if self.keep < 1 else ("lr",)
-
-    @property
-    def uplink(self) -> Uplink:
-        """How the live parameters travel up."""
-        return Uplink(self.up, self.feedback)
 
     # --- server half
 

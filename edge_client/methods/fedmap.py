@@ -37,11 +37,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_client.bundle import F32, Bits, Manifest, Model, Packed
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Range, Search, ValueCodecName
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.averaging import Total, added, distance, toward
 from edge_client.methods.feddr import Kept as Splitting
 from edge_client.methods.feddr import Reflection, following, reflected, without
-from edge_client.methods.local_sgd import LocalSgd, Weights
+from edge_client.methods.local_sgd import Weights
 from edge_client.methods.pruned import (
     MASK,
     alive,
@@ -55,7 +55,7 @@ from edge_client.methods.pruned import (
     unmasked,
     unpacked,
 )
-from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, applied
+from edge_client.methods.value_changes import Coded, applied
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -145,7 +145,7 @@ class DouglasRachford(BaseModel):
         return self.model_copy(update={"eta": eta, "alpha": alpha})
 
 
-class FedMap(LocalSgd):
+class FedMap(Coded):
     """Iterative magnitude pruning of the global model, derived alike by all devices."""
 
     name: ClassVar[str] = "fedmap"
@@ -170,19 +170,12 @@ class FedMap(LocalSgd):
     epochs: Annotated[int, Field(ge=1, le=1000)] = 4
     batch: Annotated[int, Field(ge=1, le=65536)] = 128
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
-    up: ValueCodecName = PLAIN
-    feedback: Feedback = False
 
     @model_validator(mode="after")
     def _fit(self) -> FedMap:
         if self.dr and self.feedback:
             raise ValueError("feedback is for changes; with dr a device sends a reflection, to which none is added")
         return self
-
-    @property
-    def uplink(self) -> Uplink:
-        """How the change travels up."""
-        return Uplink(self.up, self.feedback)
 
     # --- what both sides know
 

@@ -42,6 +42,7 @@ from edge_client.training.gates import Gate, GroupLasso, SigmoidThreshold
 from edge_client.training.sgd import Sgd
 from edge_client.training.steps import masked_step
 
+
 @dataclass(frozen=True)
 class State:
     """The averages: `share` float32[masked] in 0..1, `averaged` uint32[masked] the round an element last got one.

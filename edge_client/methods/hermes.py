@@ -30,9 +30,8 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model, Packed, views
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import ALL, Influence, ValueCodecName
+from edge_client.methods import ALL, Influence
 from edge_client.methods.averaging import distance, toward
-from edge_client.methods.local_sgd import LocalSgd
 from edge_client.methods.units import (
     UNITS,
     Units,
@@ -46,7 +45,7 @@ from edge_client.methods.units import (
     unpacked,
     whole,
 )
-from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
+from edge_client.methods.value_changes import Coded
 from edge_client.parts import frozen
 from edge_client.protocol.payload import Payload, allow_only, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
@@ -109,7 +108,7 @@ class Total:
     weight: NDArray[np.float64]
 
 
-class Hermes(LocalSgd):
+class Hermes(Coded):
     """Validation-gated structured pruning, group lasso, and the mean over the devices that hold a parameter."""
 
     name: ClassVar[str] = "hermes"
@@ -127,13 +126,6 @@ class Hermes(LocalSgd):
     """Strength of the group lasso (lambda)."""
     batch: Annotated[int, Field(ge=1, le=65536)] = 16
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    up: ValueCodecName = PLAIN
-    feedback: Feedback = False
-
-    @property
-    def uplink(self) -> Uplink:
-        """How the live parameters travel up."""
-        return Uplink(self.up, self.feedback)
 
     # --- server half
 

@@ -23,11 +23,10 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
-from edge_client.methods import Influence, Range, Search, ValueCodecName
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.averaging import Total, added
 from edge_client.methods.fedavg import State, Update, influence, limited, read_state
-from edge_client.methods.local_sgd import LocalSgd
-from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
+from edge_client.methods.value_changes import Coded
 from edge_client.parts import Part, frozen, rest, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -52,7 +51,7 @@ class Kept:
     residual: F32 | None = None
 
 
-class LGFedAvg(LocalSgd):
+class LGFedAvg(Coded):
     """Federated averaging first; then the last layers are averaged and the others stay on the device."""
 
     name: ClassVar[str] = "lgfedavg"
@@ -70,13 +69,6 @@ class LGFedAvg(LocalSgd):
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     batch: Annotated[int, Field(ge=1, le=65536)] = 50
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    up: ValueCodecName = PLAIN
-    feedback: Feedback = False
-
-    @property
-    def uplink(self) -> Uplink:
-        """How the shared values travel up."""
-        return Uplink(self.up, self.feedback)
 
     def head(self, model: Model) -> Part:
         """The weights and biases that stay global. Raises ConfigError when no layer would be local."""

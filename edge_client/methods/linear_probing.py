@@ -17,10 +17,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
-from edge_client.methods import Influence, Range, Search, ValueCodecName
+from edge_client.methods import Influence, Range, Search
 from edge_client.methods.averaging import Mean, distance, toward
-from edge_client.methods.local_sgd import LocalSgd, descend_on
-from edge_client.methods.value_changes import PLAIN, Feedback, Uplink
+from edge_client.methods.local_sgd import descend_on
+from edge_client.methods.value_changes import Coded
 from edge_client.parts import frozen, head
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
@@ -51,7 +51,7 @@ class Update:
     samples: float
 
 
-class LinearProbing(LocalSgd):
+class LinearProbing(Coded):
     """Local SGD with momentum on the head, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "linear_probing"
@@ -61,16 +61,9 @@ class LinearProbing(LocalSgd):
     usual_lr: ClassVar[float] = 0.1
 
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1
-    up: ValueCodecName = PLAIN
-    feedback: Feedback = False
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         return ("lattice or another method that trains every layer",)
-
-    @property
-    def uplink(self) -> Uplink:
-        """How the head travels up."""
-        return Uplink(self.up, self.feedback)
 
     def exchanged(self, model: Model) -> int:
         return head(model.manifest).size

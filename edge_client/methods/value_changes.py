@@ -22,6 +22,8 @@ from pydantic import AfterValidator, ValidationInfo
 
 from edge_client.bundle import F32, Bits
 from edge_client.errors import DivergedError, PayloadError
+from edge_client.methods import ValueCodecName
+from edge_client.methods.local_sgd import LocalSgd
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, decoding, u8, vector
 from edge_client.task import Assignment
 
@@ -112,6 +114,20 @@ class Uplink:
         """The change, float32[n], 0 where `fixed` bool[n] is True if a codec was used. Raises PayloadError."""
         change = unpacked(payload, "change", self.codec, fixed.size, update_stream(a), others, self.ends)
         return change if self.codec == PLAIN else np.where(fixed, np.float32(0), change)
+
+
+class Coded(LocalSgd):
+    """Local SGD whose values travel up in a value codec."""
+
+    up: ValueCodecName = PLAIN
+    """The value codec of what a device sends (docs/codecs.md); other than float32 it codes the change."""
+    feedback: Feedback = False
+    """The device adds to a change what the codec `up` lost of the change before."""
+
+    @property
+    def uplink(self) -> Uplink:
+        """How these values travel up."""
+        return Uplink(self.up, self.feedback)
 
 
 def applied(before: F32, change: F32) -> F32:
