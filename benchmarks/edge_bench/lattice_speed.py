@@ -32,7 +32,7 @@ import typer
 from edge_kernels import counter, lattice, lattice_model
 from edge_kernels.codecs import arrivals
 
-from edge_bench import provenance, speed
+from edge_bench import provenance, speed_case
 from edge_bench.command_line import check_writable, run_module, write_json
 from edge_client.data import DeviceData
 from edge_client.methods import lattice as method_module
@@ -62,15 +62,15 @@ class Clock:
 
 def federation(folder: Path) -> dict[str, float]:
     """The medians of a federation whose devices miss every fifth round."""
-    case = speed.CASES[1]
-    bundle = speed.export(case, folder)
+    case = speed_case.CASES[1]
+    bundle = speed_case.export(case, folder)
     course, trainer, method, clock = (
-        Course(bundle.model(), speed.SEED, ROUNDS, DEVICES),
+        Course(bundle.model(), speed_case.SEED, ROUNDS, DEVICES),
         open_trainer("onnxruntime", bundle),
-        Lattice(lr=speed.LR),
+        Lattice(lr=speed_case.LR),
         Clock(),
     )
-    data = [speed.samples(case, device) for device in range(DEVICES)]
+    data = [speed_case.samples(case, device) for device in range(DEVICES)]
     held = [DeviceData(x, y, x[:0], y[:0], x[:0], y[:0]) for x, y in data]
     state, records, kept = method.start(course), dict[int, Any](), dict[int, Any]()
     with mock.patch.object(method_module, "train", partial(clock, "train", train)):

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,96 +22,17 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from edge_export.writer import export_bundle
-from edge_kernels import counter
-from numpy.typing import NDArray
-from torch import nn
-from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from coord_server.engine import choose_cohort
 from edge_bench import provenance
 from edge_bench.command_line import check_writable, known_names, run_module, write_json
-from edge_bench.models import DIGITS, HAR, mlp, small_cnn
 from edge_bench.simulate import run
+from edge_bench.speed_case import CASES, Case, export, name_of, samples, train
 from edge_bench.workers import cores
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
-from edge_client.methods.fedavg import FedAvg
-from edge_client.protocol.messages import FederationConfig
-from edge_client.targets import Classification
 from edge_client.training import open_trainer
-
-SEED, LR, MOMENTUM = 3, 0.01, 0.9
-
-
-@dataclass(frozen=True)
-class Case:
-    """What all simulators run: a network and how much of it."""
-
-    name: str
-    shape: tuple[int, ...]
-    classes: int
-    devices: int
-    cohort: int
-    samples: int
-    epochs: int
-    batch: int
-    rounds: int
-
-    def network(self) -> nn.Module:
-        """The network, freshly initialised from a fixed seed."""
-        torch.manual_seed(SEED)
-        sizes = {"digits-mlp": DIGITS, "har-mlp": HAR}.get(self.name)
-        return small_cnn() if sizes is None else mlp(*sizes)
-
-    @property
-    def method(self) -> FedAvg:
-        return FedAvg(epochs=self.epochs, batch=self.batch, lr=LR, momentum=MOMENTUM)
-
-    def config(self) -> FederationConfig:
-        return FederationConfig(
-            name=self.name, bundle="0" * 64, method={"name": "fedavg", **self.method.model_dump()},
-            rounds=self.rounds, cohort=self.cohort, min_devices=self.devices, seed=SEED, guard="none",
-        )  # fmt: skip
-
-
-CASES = (
-    Case("digits-mlp", (64,), 10, devices=1000, cohort=100, samples=40, epochs=5, batch=20, rounds=6),
-    Case("har-mlp", (1152,), 6, devices=60, cohort=10, samples=300, epochs=5, batch=32, rounds=5),
-    Case("small-cnn", (1, 28, 28), 10, devices=100, cohort=20, samples=100, epochs=2, batch=20, rounds=5),
-)
-
-
-@lru_cache(4096)
-def samples(case: Case, device: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """One device's training samples: noise around a centre for each class."""
-    rng = np.random.default_rng((SEED, device))
-    centres = np.random.default_rng(SEED).standard_normal((case.classes, *case.shape), np.float32)
-    y = rng.integers(case.classes, size=case.samples)
-    return centres[y] + rng.standard_normal((case.samples, *case.shape), np.float32), y
-
-
-def name_of(case: Case, device: int) -> str:
-    return f"device-{device:0{len(str(case.devices - 1))}d}"
-
-
-# --- the simulators
-
-
-def train(net: nn.Module, case: Case, device: int, round_: int) -> None:
-    """A device's local round in PyTorch, in place."""
-    x, y = (torch.from_numpy(a) for a in samples(case, device))
-    optimiser = torch.optim.SGD(net.parameters(), LR, MOMENTUM)
-    net.train()
-    for epoch in range(case.epochs):
-        stream = counter.key(SEED, "batches", "train", name_of(case, device), round_, epoch)
-        order = torch.from_numpy(counter.permutation(stream, case.samples))
-        for low in range(0, case.samples, case.batch):
-            chosen = order[low : low + case.batch]
-            optimiser.zero_grad()
-            torch.autograd.backward(functional.cross_entropy(net(x[chosen]), y[chosen]))
-            optimiser.step()
 
 
 def plain_loop(case: Case) -> tuple[float, torch.Tensor]:
@@ -154,14 +73,6 @@ def simulator(case: Case, bundle: Bundle, processes: int) -> float:
         progress=lambda row: stamps.append(time.perf_counter()),
     )  # fmt: skip
     return stamps[-1] - stamps[0]
-
-
-def export(case: Case, folder: Path) -> Bundle:
-    """The case's network as a bundle."""
-    target = Classification(classes=case.classes)
-    return export_bundle(
-        case.network(), torch.zeros(2, *case.shape), folder, name=case.name, target=target, torch_part=False
-    )
 
 
 def measure(case: Case, folder: Path, flower: Callable[[Case], float] | None) -> dict[str, Any]:

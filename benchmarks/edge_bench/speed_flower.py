@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
-from edge_bench.speed import Case, train
+from edge_bench.speed_case import Case, train
 
 
 def flower_seconds(case: Case) -> float:
