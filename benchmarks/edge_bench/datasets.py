@@ -136,7 +136,7 @@ def _by_maker(config: DataConfig, s: Samples, owner: NDArray[np.int64], seed: in
         raise ConfigError(f"{config.name} has {len(makers)} {label}s; devices = {config.devices} is too many")
     rows = np.flatnonzero(np.isin(owner, makers[: config.devices]))
     s = _chosen(s, rows)
-    if config.name == "har" and config.inside == "window":
+    if config.inside == "window":
         s = replace(s, unit=np.arange(len(s.y)))
     return s, _parts(s, owner[rows], label, seed, s.names)
 

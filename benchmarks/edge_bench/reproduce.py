@@ -23,6 +23,7 @@ from edge_bench.command_line import known_names, plain_console, plain_table, wri
 from edge_bench.curves import mean, shown
 from edge_bench.progress import PAUSE, Steps
 from edge_bench.reproduction import Cell, Reproduction, key, method_of, stands
+from edge_bench.results_page import RESULTS
 from edge_bench.simulate import RoundRow, run_all
 from edge_bench.simulation_file import find_bundle
 from edge_bench.stored_runs import CELLS, RESULT, Run, known, stored
@@ -31,8 +32,6 @@ from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.exit_codes import ExitCode
 
-RESULTS = Path(__file__).parents[1] / "results"
-"""The committed results of a checkout; an installed package has none."""
 LATE = 10
 """Rounds at the end whose cohorts make the late score: with small test parts one round's score moves by points."""
 
@@ -260,7 +259,7 @@ def reproduce(
             if sha in done:
                 console.print(f"{cell.name}: {shown(done[sha]['score_mean'], '.4f')} on the validation part")
     else:
-        console.print((folder / "table.md").read_text())
+        console.print((folder / "table.md").read_text("utf-8"))
     if failures:
         raise ConfigError("; ".join(f"{cell}: {why}" for cell, why in failures.items()))
 

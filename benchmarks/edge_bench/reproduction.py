@@ -18,7 +18,7 @@ from edge_bench.simulation_file import SimulationConfig, read_config
 from edge_client import toml
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError, first_fault, suggestion
-from edge_client.methods import Method, make_method
+from edge_client.methods import Method
 
 FOLDER = Path(__file__).parent / "reproductions"
 
@@ -194,8 +194,7 @@ def cells(
 
 def method_of(cell: Cell) -> Method:
     """The cell's method."""
-    (table,) = cell.config.methods.values()
-    return make_method(table)
+    return cell.config.method(cell.label)
 
 
 def key(cell: Cell) -> str:

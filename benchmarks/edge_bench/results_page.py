@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from edge_bench import reproduction
-from edge_bench.command_line import run_module
+from edge_bench.command_line import run_module, write_text
 from edge_bench.curves import amount
 from edge_bench.stored_runs import stored
 from edge_client.bench import plots
@@ -21,6 +21,7 @@ from edge_client.methods import make_method
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+"""The committed results of a checkout; an installed package has none."""
 PAGE = ROOT / "docs" / "results.md"
 
 HEAD = """# Results
@@ -234,11 +235,8 @@ def draw(result: Mapping[str, Any], folder: Path) -> None:
 
     A line is the mean over the seeds. Without matplotlib nothing is drawn.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError:
+    if not plots.available():
         return
-    mpl.use("Agg")
     from matplotlib.figure import Figure
 
     for task in dict.fromkeys(run["task"] for run in result["runs"].values()):
@@ -268,11 +266,11 @@ def draw(result: Mapping[str, Any], folder: Path) -> None:
 def main() -> None:
     """Write the page, and every result's table and plots anew."""
     for name, result in results().items():
-        (RESULTS / name / "table.md").write_text(tables(result))
+        write_text(RESULTS / name / "table.md", tables(result))
         draw(result, RESULTS / name)
         total = amount(sum(r["bytes_of_all_devices"] for r in result["runs"].values()))
         print(f"{name}: {len(result['runs'])} cells, {total} of payloads")
-    PAGE.write_text(page())
+    write_text(PAGE, page())
     print(f"wrote {PAGE}")
 
 

@@ -28,7 +28,7 @@ from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, LostError, MaskfleetError
-from edge_client.methods import Method, make_method
+from edge_client.methods import Method
 from edge_client.protocol.messages import FederationConfig, Round, Scores, Source
 from edge_client.protocol.payload import Arrays
 from edge_client.task import Assignment, Course, Personal, Task
@@ -319,7 +319,7 @@ def run_all(
     it and the other methods still run; without, it is raised. Ctrl-C then counts as an error of the method under way,
     and ends the rest, if another one has ended.
     """
-    methods = {label: make_method({"name": label, **table}) for label, table in config.methods.items()}
+    methods = {label: config.method(label) for label in config.methods}
     trainer = open_trainer(config.backend, bundle, config.threads)
     course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
     warn([f"{label}: {said}" for label, method in methods.items() if (said := _caution(method, course))])

@@ -20,7 +20,7 @@ from edge_client.authored import is_place
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, first_fault
-from edge_client.methods import make_method
+from edge_client.methods import Method, make_method
 from edge_client.named_bundles import bundle_folder, packaged
 from edge_client.protocol.messages import Personalise
 
@@ -53,6 +53,10 @@ class SimulationConfig(BaseModel):
     """Also evaluate every device's personal model after each so many rounds; 0: at the end only."""
     final_epochs: bool = True
     """Also report every device's score after its local epochs from the final downlink."""
+
+    def method(self, label: str) -> Method:
+        """The method of the table `[methods.LABEL]`. Raises ConfigError."""
+        return make_method({"name": label, **self.methods[label]})
 
 
 def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationConfig:
@@ -115,8 +119,8 @@ def read_simulation(
     config = read_config(content, file.parent)
     wanted = known_names(only, "--only", config.methods, f"{file} has no method")
     config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
-    for label, table in config.methods.items():  # a wrong name fails before data are read
-        make_method({"name": label, **table})
+    for label in config.methods:  # a wrong name fails before data are read
+        config.method(label)
     return config
 
 

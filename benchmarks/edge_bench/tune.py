@@ -32,7 +32,7 @@ from edge_client import toml
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
-from edge_client.methods import Method, Range, Search, make_method
+from edge_client.methods import Method, Range, Search
 from edge_client.named_bundles import packaged
 
 RANDOM = 6  # trials drawn at random before the sampler learns from them
@@ -93,17 +93,16 @@ def search(
     label: str,
     plan: Plan,
     storage: optuna.storages.BaseStorage,
-    round_: Callable[[Trial, RoundRow | None], None] = lambda trial, row: None,
+    progress: Callable[[Trial, RoundRow | None], None] = lambda trial, row: None,
     said: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
     """All trials of one method, those found in `storage` first.
 
-    `round_` is called when a new trial begins, without a row, and after each of its rounds; `said` when it ends.
+    `progress` is called when a new trial begins, without a row, and after each of its rounds; `said` when it ends.
 
     Raises ConfigError when `storage` has trials of another configuration, or the method names nothing to search.
     """
-    table = plan.config.methods[label]
-    method = make_method({"name": label, **table})
+    method = plan.config.method(label)
     asked = method.search
     if not asked:
         raise ConfigError(f"the method of {label!r} names no settings to search; set some in its `search`")
@@ -122,7 +121,7 @@ def search(
         study.sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=key)
         trial = study.ask()
         settings = suggested(trial, asked) if number else {}
-        done.append(_tried(study, trial, Trial(number, settings, "ended", None, None, 0), label, plan, round_))
+        done.append(_tried(study, trial, Trial(number, settings, "ended", None, None, 0), label, plan, progress))
         said(done[-1])
     return done
 
@@ -133,7 +132,7 @@ def _tried(
     new: Trial,
     label: str,
     plan: Plan,
-    round_: Callable[[Trial, RoundRow | None], None],
+    progress: Callable[[Trial, RoundRow | None], None],
 ) -> Trial:
     """Run one trial and store how it ended."""
     rounds = 0
@@ -141,13 +140,13 @@ def _tried(
     def watch(_: str, row: RoundRow) -> None:
         nonlocal rounds
         rounds = row.record.round
-        round_(new, row)
+        progress(new, row)
         if row.record.score_before is not None and rounds > 1:
             trial.report(row.record.score_before.mean, rounds)
             if new.number and trial.should_prune():
                 raise _GivenUp
 
-    round_(new, None)
+    progress(new, None)
     table = {**plan.config.methods[label], **new.settings}
     config = plan.config.model_copy(update={"methods": {label: table}, "final_epochs": False})
     try:
