@@ -30,7 +30,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from edge_kernels.codecs import CodecError, Contexts, sparse, values
 from edge_kernels.codecs.sparse import Ternary
-from edge_kernels.codecs.streams import Reader, varint
+from edge_kernels.codecs.streams import Reader, framed
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -218,10 +218,10 @@ class STC(LocalSgd):
         data = self.write(course.model, state.model, change, total.buffers.value)
         model = self.after(course.model, state.model, data)
         due[change.positions] -= change.values
-        framed = varint(len(data)) + data
-        lengths = np.append(state.lengths, len(framed))
+        entry = framed(data)
+        lengths = np.append(state.lengths, len(entry))
         lengths = lengths[max(0, len(lengths) - self.history) :]
-        log_ = np.concatenate([state.log, u8(framed)])
+        log_ = np.concatenate([state.log, u8(entry)])
         return State(model, state.version + 1, due, log_[len(log_) - int(lengths.sum()) :], lengths), {}
 
     def of_device(self, course: Course, state: State, record: Record | None, everyone: Personal) -> Personal | None:
@@ -258,7 +258,7 @@ class STC(LocalSgd):
         reader = Reader(data)
         for _ in range(self.history):
             if reader.left:
-                yield reader.bytes(reader.varint()).tobytes()
+                yield reader.framed()
         reader.end()
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from edge_kernels.codecs import entropy
 from edge_kernels.codecs.sets import CodecError, Contexts, check_size, mask_of, positions_of
-from edge_kernels.codecs.streams import PADDING, Reader, bit_lengths, pack, planes, varint
+from edge_kernels.codecs.streams import PADDING, Reader, bit_lengths, framed, pack, planes
 
 MAX_TOP = 2**31 - 2
 _SEGMENT = 1 << 20  # values coded together; bounds the memory beside the result
@@ -61,8 +61,7 @@ def _encode_segment(values: Counts, top: int, guess: Counts, undecided: Contexts
         if not len(classes):
             break
         hit = classes == rank
-        body = entropy.encode(positions_of(hit), len(classes), undecided)
-        out += [varint(len(body)), body]
+        out.append(framed(entropy.encode(positions_of(hit), len(classes), undecided)))
         classes = classes[~hit]
         undecided = None if undecided is None else undecided[~hit]
     widths = bit_lengths(low_bits) - np.uint8(1) if len(low_bits) else np.zeros(0, np.uint8)
@@ -108,8 +107,7 @@ def _read_classes(reader: Reader, d: int, last: int, contexts: Contexts | None) 
     for rank in range(last):
         if not left:
             break
-        body = reader.bytes(reader.varint()).tobytes()
-        decided = mask_of(entropy.decode(body, left, contexts), left)
+        decided = mask_of(entropy.decode(reader.framed(), left, contexts), left)
         classes[undecided] = np.where(decided, np.uint8(rank), np.uint8(last))
         np.logical_not(decided, out=decided)
         undecided[undecided] = decided

@@ -119,7 +119,7 @@ def _counts(data: bytes, d: int | None) -> Description:
     if d == 0:
         raise CodecError(f"a payload of 0 counts has no bytes, not {len(data)}; is d right?")
     reader = Reader(data)
-    first = _entropy(reader.bytes(reader.varint()).tobytes(), segments[0].stop if segments else None)
+    first = _entropy(reader.framed(), segments[0].stop if segments else None)
     if "members" in first:
         found["as_predicted"] = first.pop("members")
         if len(segments) > 1:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edge_kernels import counter
 from edge_kernels.codecs import counts
 from edge_kernels.codecs.sets import CodecError
-from edge_kernels.codecs.streams import Reader, pack, varint
+from edge_kernels.codecs.streams import Reader, framed, pack
 
 F32 = NDArray[np.float32]
 BUCKET = 512  # values that share a norm
@@ -33,15 +33,14 @@ def encode_qsgd(values: F32, stream: int, levels: int) -> bytes:
         sent = norms.astype("<f4")
     if not bool(np.isfinite(sent).all()):
         raise CodecError("the norm of a bucket is beyond the range of float32; choose another codec")
-    body = counts.encode(magnitudes, levels)
-    return sent.tobytes() + varint(len(body)) + body + pack(values[magnitudes > 0] < 0)
+    return sent.tobytes() + framed(counts.encode(magnitudes, levels)) + pack(values[magnitudes > 0] < 0)
 
 
 def decode_qsgd(data: bytes, d: int, stream: int, levels: int) -> F32:
     """The values that `encode_qsgd` wrote. Raises CodecError."""
     reader = Reader(data)
     norms = read_scales(reader, -(-d // BUCKET))
-    magnitudes = counts.decode(reader.bytes(reader.varint()).tobytes(), d, levels)
+    magnitudes = counts.decode(reader.framed(), d, levels)
     negative = magnitudes > 0
     negative[negative] = reader.bits(int(np.count_nonzero(negative)))
     reader.end()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edge_kernels.codecs import auto
 from edge_kernels.codecs.quantised import read_scales
 from edge_kernels.codecs.sets import CodecError, Contexts, Positions
-from edge_kernels.codecs.streams import Reader, pack, varint
+from edge_kernels.codecs.streams import Reader, framed, pack
 
 F32 = NDArray[np.float32]
 
@@ -136,13 +136,12 @@ def read(data: bytes, d: int, fraction: float, ends: tuple[int, ...], contexts: 
 
 def write_positions(positions: Positions, d: int, contexts: Contexts | None = None) -> bytes:
     """The length of an `auto` payload as a varint, and the payload."""
-    body = auto.encode(positions, d, contexts)
-    return varint(len(body)) + body
+    return framed(auto.encode(positions, d, contexts))
 
 
 def read_positions(reader: Reader, d: int, most: int, contexts: Contexts | None = None) -> Positions:
     """What `write_positions` wrote, at most `most` positions. Raises CodecError."""
-    positions = auto.decode(reader.bytes(reader.varint()).tobytes(), d, contexts)
+    positions = auto.decode(reader.framed(), d, contexts)
     if len(positions) > most:
         raise CodecError(f"{len(positions)} values are sent where at most {most} are due; the payload is damaged")
     return positions

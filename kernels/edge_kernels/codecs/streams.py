@@ -106,6 +106,11 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+def framed(data: bytes) -> bytes:
+    """The length of `data` as a varint, then `data`."""
+    return varint(len(data)) + data
+
+
 class Reader:
     """Reads a payload from front to back. Every overrun is a CodecError."""
 
@@ -147,6 +152,10 @@ class Reader:
                     raise CodecError("a number in the payload is longer than necessary; the payload is damaged")
                 return value
         raise CodecError("the payload holds a length of more than five bytes; it is damaged")
+
+    def framed(self) -> bytes:
+        """The bytes that :func:`framed` wrote."""
+        return self.bytes(self.varint()).tobytes()
 
     def peek_bits(self, most: int) -> Bits:
         """Up to `most` of the next bits, without moving on; :meth:`skip_bits` moves past those that were used."""

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from edge_kernels import counter
 from edge_kernels.codecs import quantised, registry, rotation, sparse
 from edge_kernels.codecs.sets import CodecError, check_size
-from edge_kernels.codecs.streams import Reader, varint
+from edge_kernels.codecs.streams import Reader, framed
 
 F32 = NDArray[np.float32]
 GROUP = "maskfleet.codecs.values"
@@ -96,7 +96,7 @@ def encode_parts(name: str, values: NDArray[Any], ends: Sequence[int], stream: i
     if len(ends) == 1:
         return encode(name, values, stream)
     parts = (encode(name, values[part], key) for part, key in _parts(ends, stream))
-    return b"".join(varint(len(data)) + data for data in parts)
+    return b"".join(map(framed, parts))
 
 
 def decode_parts(name: str, data: bytes, ends: Sequence[int], stream: int) -> F32:
@@ -106,7 +106,7 @@ def decode_parts(name: str, data: bytes, ends: Sequence[int], stream: int) -> F3
         return decode(name, data, d, stream)
     reader, values = Reader(data), np.empty(d, np.float32)
     for part, key in _parts(ends, stream):
-        values[part] = decode(name, reader.bytes(reader.varint()).tobytes(), part.stop - part.start, key)
+        values[part] = decode(name, reader.framed(), part.stop - part.start, key)
     reader.end()
     return values
 
