@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32
+from edge_client.methods import Influence
 
 LARGEST = float(np.finfo(np.float32).max)
 BLOCK = 1 << 14  # values handled at a time, so that they stay in the cache
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model: `parameters` float32[d], `buffers` float32[buffers_d]."""
+
+    parameters: F32
+    buffers: F32
+
+
+@dataclass(frozen=True)
+class Update(Weights):
+    """A device's model and the number of samples behind it."""
+
+    samples: float
 
 
 class Mean:
@@ -55,6 +72,11 @@ def distance(a: F32, b: F32) -> float:
     return math.sqrt(square)
 
 
+def window(average: float, rounds: int) -> int:
+    """The number of last rounds whose mean is the final model: a share `average` of all, at least one."""
+    return max(1, round(average * rounds))
+
+
 def toward(start: F32, end: F32, scale: float) -> F32:
     """``start + scale * (end - start)`` for a scale in 0..1, computed in float64."""
     return (start + scale * np.subtract(end, start, dtype=np.float64)).astype(np.float32)
@@ -93,3 +115,17 @@ def dot(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 def float32(values: NDArray[np.float64]) -> F32:
     """The values as float32, in its range."""
     return np.clip(values, -LARGEST, LARGEST).astype(np.float32)
+
+
+def influence(start: Weights, update: Update) -> Influence:
+    """That of an update by its distance from the values that it was trained from."""
+    moved, statistics = distance(update.parameters, start.parameters), distance(update.buffers, start.buffers)
+    return Influence(moved, update.samples, statistics)
+
+
+def limited(start: Weights, update: Update, scale: float, weight: float) -> Update:
+    """The update with its changes of parameters and statistics times `scale`."""
+    parameters, buffers = (
+        toward(a, b, scale) for a, b in ((start.parameters, update.parameters), (start.buffers, update.buffers))
+    )
+    return Update(parameters, buffers, weight)

@@ -31,9 +31,19 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.methods import Influence, ValueCodecName
-from edge_client.methods.averaging import Total, accelerated, added, distance, float32, toward
-from edge_client.methods.local_sgd import LocalSgd, Weights, window
-from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, packed, unpacked
+from edge_client.methods.averaging import (
+    Total,
+    Update,
+    Weights,
+    accelerated,
+    added,
+    float32,
+    influence,
+    limited,
+    window,
+)  # fmt: skip
+from edge_client.methods.local_sgd import LocalSgd
+from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, packed, tensor_ends, unpacked
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, count, vector
@@ -68,15 +78,6 @@ class State(Weights):
 
     recent: Sum | None = None
     velocity: F32 | None = None
-
-
-@dataclass(frozen=True)
-class Update:
-    """A device's model and the number of samples behind it."""
-
-    parameters: F32
-    buffers: F32
-    samples: float
 
 
 @dataclass(frozen=True)
@@ -216,26 +217,7 @@ class FedAvg(LocalSgd):
         return Personal(received.parameters, received.buffers)
 
 
-def tensor_ends(m: Manifest, per_tensor: bool) -> tuple[int, ...]:
-    """Where each group of parameters that are coded together ends: every tensor, or all of them."""
-    return tuple(t.span.stop for t in m.parameters) if per_tensor else (m.d,)
-
-
 def read_state(model: Model, payload: Payload, codec: str = PLAIN, stream: int = 0) -> State:
     """`parameters` float32[d], or what `packed` wrote of them, and `buffers`, nothing else. Raises PayloadError."""
     parameters = unpacked(payload, "parameters", codec, model.manifest.d, stream, ("buffers",))
     return State(parameters, vector(payload, "buffers", model.manifest.buffers_d))
-
-
-def influence(start: Weights, update: Update) -> Influence:
-    """That of an update by its distance from the values that it was trained from."""
-    moved, statistics = distance(update.parameters, start.parameters), distance(update.buffers, start.buffers)
-    return Influence(moved, update.samples, statistics)
-
-
-def limited(start: Weights, update: Update, scale: float, weight: float) -> Update:
-    """The update with its changes of parameters and statistics times `scale`."""
-    parameters, buffers = (
-        toward(a, b, scale) for a, b in ((start.parameters, update.parameters), (start.buffers, update.buffers))
-    )
-    return Update(parameters, buffers, weight)

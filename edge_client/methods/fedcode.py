@@ -31,9 +31,8 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import Influence, Range, Search, averaging, fedavg
-from edge_client.methods.averaging import added
-from edge_client.methods.fedavg import State
+from edge_client.methods import Influence, Range, Search, averaging
+from edge_client.methods.averaging import Weights, added
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, decoding, u8, vector
@@ -55,7 +54,7 @@ class Record:
 class Kept:
     """A device's own clustered model, and the round it is from."""
 
-    model: State
+    model: Weights
     round: int
 
 
@@ -78,7 +77,7 @@ class Update:
     """A device's codebook; in a round with clusters its model as well."""
 
     codebook: F32
-    model: fedavg.Update | None
+    model: averaging.Update | None
 
 
 @dataclass
@@ -95,7 +94,7 @@ class FedCode(LocalSgd):
     name: ClassVar[str] = "fedcode"
     revision: ClassVar[int] = 2
     search: ClassVar[Search] = {"lr": Range(0.001, 0.3, log=True), "broadcast_every": Range(2, 10)}
-    state_type: ClassVar[type[State]] = State
+    state_type: ClassVar[type[Weights]] = Weights
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
 
@@ -112,15 +111,15 @@ class FedCode(LocalSgd):
 
     # --- server half
 
-    def start(self, course: Course) -> State:
-        return State(course.model.parameters.copy(), course.model.buffers.copy())
+    def start(self, course: Course) -> Weights:
+        return Weights(course.model.parameters.copy(), course.model.buffers.copy())
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
         """ "whole" or "codebook"."""
         stays = record is not None and record.round == round_ - 1 and 2 < round_ <= course.rounds
         return "codebook" if stays and round_ % self.broadcast_every else "whole"
 
-    def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
+    def downlink(self, course: Course, round_: int, state: Weights, record: Record | None) -> Payload:
         found = k_means(state.parameters, self.clusters)
         if self.audience(course, round_, record) == "codebook":
             return Payload({"codebook": found.codebook})
@@ -133,25 +132,25 @@ class FedCode(LocalSgd):
         """A codebook, a statistic in four bytes, a cluster in little more than one."""
         return 4 * (self.clusters + model.manifest.buffers_d) + 2 * model.manifest.d + 4096
 
-    def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
+    def read_update(self, a: Assignment, state: Weights, record: Record | None, payload: Payload) -> Update:
         samples = count(payload, "samples", MAX_SAMPLES)
         if self.requests(a.round):
             found, buffers = self.read_whole(a.model, payload)
-            return Update(found.codebook, fedavg.Update(found.weights, buffers, samples))
+            return Update(found.codebook, averaging.Update(found.weights, buffers, samples))
         allow_only(payload, "codebook")
         return Update(self.read_codebook(payload), None)
 
-    def influence(self, a: Assignment, state: State, update: Update) -> Influence | None:
+    def influence(self, a: Assignment, state: Weights, update: Update) -> Influence | None:
         """A model's change. None for a codebook: no weight moves farther than to an honest codebook's nearest value."""
-        return None if update.model is None else fedavg.influence(state, update.model)
+        return None if update.model is None else averaging.influence(state, update.model)
 
-    def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
+    def limited(self, a: Assignment, state: Weights, update: Update, scale: float, weight: float) -> Update:
         """The changes of parameters and statistics times `scale`."""
-        model = None if update.model is None else fedavg.limited(state, update.model, scale, weight)
+        model = None if update.model is None else averaging.limited(state, update.model, scale, weight)
         return Update(update.codebook, model)
 
     def fold(
-        self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
+        self, a: Assignment, state: Weights, total: Total | None, update: Update, record: Record | None
     ) -> tuple[Total, Record]:
         """Collect a codebook, or add n_k w_k and n_k."""
         total = total or Total([], None)
@@ -162,27 +161,27 @@ class FedCode(LocalSgd):
         return total, Record(a.round)
 
     def finish(
-        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
-    ) -> tuple[State, Mapping[str, Record]]:
+        self, course: Course, round_: int, took_part: Sequence[str], state: Weights, total: Total
+    ) -> tuple[Weights, Mapping[str, Record]]:
         if total.means is not None:
-            return State(total.means.parameters.value, total.means.buffers.value), {}
+            return Weights(total.means.parameters.value, total.means.buffers.value), {}
         codebook = np.unique(np.concatenate(total.codebooks))
-        return State(codebook[nearest(state.parameters, codebook)], state.buffers), {}
+        return Weights(codebook[nearest(state.parameters, codebook)], state.buffers), {}
 
     # --- client half
 
-    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Weights:
         """The clustered global model, or the device's own under the global codebook. Raises LostError, PayloadError."""
         if CLUSTERS in downlink.arrays:
             found, buffers = self.read_whole(a.model, downlink)
-            return State(found.weights, buffers)
+            return Weights(found.weights, buffers)
         allow_only(downlink, "codebook")
         codebook = self.read_codebook(downlink)
         if kept is None or kept.round != a.round - 1 or kept.model.parameters.size != a.model.manifest.d:
             raise LostError(f"a codebook alone came in round {a.round}, and this device holds no model of the last one")
-        return State(codebook[nearest(kept.model.parameters, codebook)], kept.model.buffers)
+        return Weights(codebook[nearest(kept.model.parameters, codebook)], kept.model.buffers)
 
-    def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
+    def local_round(self, task: Task, kept: Kept | None, received: Weights) -> Local:
         """A few epochs of SGD, then k-means."""
         a = task.assignment
         parameters, buffers, loss = self.descend(task, received)
@@ -190,11 +189,11 @@ class FedCode(LocalSgd):
         arrays: Arrays = {"codebook": found.codebook}
         if self.requests(a.round):
             arrays |= {CLUSTERS: packed(found), "buffers": buffers}
-        own = State(found.weights, buffers)
+        own = Weights(found.weights, buffers)
         update = Payload(arrays, {"samples": task.samples})
         return Local(Kept(own, a.round), update, Personal(own.parameters, buffers), loss)
 
-    def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
+    def personal(self, task: Task, kept: Kept | None, received: Weights) -> Personal:
         return Personal(received.parameters, received.buffers)
 
     # --- payloads

@@ -27,9 +27,7 @@ from pydantic import Field
 from edge_client.bundle import F32, Model, Packed
 from edge_client.errors import LostError
 from edge_client.methods import Influence
-from edge_client.methods.averaging import Total, added
-from edge_client.methods.fedavg import Update, influence, limited
-from edge_client.methods.local_sgd import Weights
+from edge_client.methods.averaging import Total, Update, Weights, added, influence, limited
 from edge_client.methods.units import UNITS, Units, carried, counts, held, live, read_units, strongest, unpacked, whole
 from edge_client.methods.value_changes import Coded
 from edge_client.parts import frozen

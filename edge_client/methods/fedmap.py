@@ -38,10 +38,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from edge_client.bundle import F32, Bits, Manifest, Model, Packed
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
-from edge_client.methods.averaging import Total, added, distance, toward
+from edge_client.methods.averaging import Total, Weights, added, distance, toward
 from edge_client.methods.feddr import Kept as Splitting
 from edge_client.methods.feddr import Reflection, following, reflected, without
-from edge_client.methods.local_sgd import Weights
 from edge_client.methods.pruned import (
     MASK,
     alive,

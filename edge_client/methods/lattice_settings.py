@@ -12,9 +12,10 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError
 from edge_client.methods import MORE_EPOCHS, lattice_grid
+from edge_client.methods.averaging import window
 from edge_client.methods.lattice_grid import MIDDLE, grid
 from edge_client.methods.lattice_train import Plan
-from edge_client.methods.local_sgd import LocalSgd, window
+from edge_client.methods.local_sgd import LocalSgd
 from edge_client.methods.units import Network
 from edge_client.task import Course
 

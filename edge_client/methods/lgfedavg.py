@@ -24,8 +24,8 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
 from edge_client.methods import Influence, Range, Search
-from edge_client.methods.averaging import Total, added
-from edge_client.methods.fedavg import State, Update, influence, limited, read_state
+from edge_client.methods.averaging import Total, Update, Weights, added, influence, limited
+from edge_client.methods.fedavg import read_state
 from edge_client.methods.value_changes import Coded
 from edge_client.parts import Part, frozen, rest, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
@@ -56,7 +56,7 @@ class LGFedAvg(Coded):
 
     name: ClassVar[str] = "lgfedavg"
     search: ClassVar[Search] = {"lr": Range(0.003, 0.5, log=True), "num_layers": Range(1, 3)}
-    state_type: ClassVar[type[State]] = State
+    state_type: ClassVar[type[Weights]] = Weights
     record_type: ClassVar[type[Record]] = Record
     kept_type: ClassVar[type[Kept]] = Kept
     usual_lr: ClassVar[float] = 0.1
@@ -88,16 +88,16 @@ class LGFedAvg(Coded):
 
     # --- server half
 
-    def start(self, course: Course) -> State:
+    def start(self, course: Course) -> Weights:
         self.head(course.model)
-        return State(course.model.parameters.copy(), course.model.buffers.copy())
+        return Weights(course.model.parameters.copy(), course.model.buffers.copy())
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
         if self.whole(round_):
             return "global"
         return "head" if record is not None and not self.whole(record.round) else "head and body"
 
-    def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
+    def downlink(self, course: Course, round_: int, state: Weights, record: Record | None) -> Payload:
         audience, model = self.audience(course, round_, record), course.model
         if audience == "global":
             return Payload({"parameters": state.parameters, "buffers": state.buffers})
@@ -125,7 +125,7 @@ class LGFedAvg(Coded):
         statistics = 4 * model.manifest.buffers_d if self.global_rounds else 0
         return self.uplink.limit(self.exchanged(model)) + statistics
 
-    def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
+    def read_update(self, a: Assignment, state: Weights, record: Record | None, payload: Payload) -> Update:
         """The whole model, or a head without statistics."""
         samples, own = count(payload, "samples", MAX_SAMPLES), self.received_part(a, state).parameters
         fixed = frozen(a.model.manifest)
@@ -134,37 +134,37 @@ class LGFedAvg(Coded):
             return Update(parameters, vector(payload, "buffers", a.model.manifest.buffers_d), samples)
         return Update(self.uplink.read(a, "head", payload, own, self.head(a.model).gather(fixed)), NOTHING, samples)
 
-    def received_part(self, a: Assignment, state: State) -> State:
+    def received_part(self, a: Assignment, state: Weights) -> Weights:
         """What this round's updates replace."""
-        return state if self.whole(a.round) else State(self.head(a.model).gather(state.parameters), NOTHING)
+        return state if self.whole(a.round) else Weights(self.head(a.model).gather(state.parameters), NOTHING)
 
-    def influence(self, a: Assignment, state: State, update: Update) -> Influence:
+    def influence(self, a: Assignment, state: Weights, update: Update) -> Influence:
         return influence(self.received_part(a, state), update)
 
-    def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
+    def limited(self, a: Assignment, state: Weights, update: Update, scale: float, weight: float) -> Update:
         """The changes of parameters and statistics times `scale`."""
         return limited(self.received_part(a, state), update, scale, weight)
 
     def fold(
-        self, a: Assignment, state: State, total: Total | None, update: Update, record: Record | None
+        self, a: Assignment, state: Weights, total: Total | None, update: Update, record: Record | None
     ) -> tuple[Total, Record]:
         """Add n_k w_k and n_k, of the whole model or of the head."""
         return added(total, update.samples, update.parameters, update.buffers), Record(a.round)
 
     def finish(
-        self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
-    ) -> tuple[State, Mapping[str, Record]]:
+        self, course: Course, round_: int, took_part: Sequence[str], state: Weights, total: Total
+    ) -> tuple[Weights, Mapping[str, Record]]:
         """The mean model; in the second phase the mean head beside the body of the first."""
         parameters, buffers = total
         if self.whole(round_):
-            return State(parameters.value, buffers.value), {}
+            return Weights(parameters.value, buffers.value), {}
         mean = state.parameters.copy()
         self.head(course.model).scatter(parameters.value, mean)
-        return State(mean, state.buffers), {}
+        return Weights(mean, state.buffers), {}
 
     # --- client half
 
-    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Weights:
         """The device's model of the round: as received, with its own body in the second phase."""
         if self.whole(a.round):
             return read_state(a.model, downlink)
@@ -182,9 +182,9 @@ class LGFedAvg(Coded):
         parameters = a.model.parameters.copy()
         head.scatter(vector(downlink, "head", head.size), parameters)
         body.scatter(own.body, parameters)
-        return State(parameters, own.buffers)
+        return Weights(parameters, own.buffers)
 
-    def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
+    def local_round(self, task: Task, kept: Kept | None, received: Weights) -> Local:
         """A few epochs of SGD on all layers, whichever of them travel."""
         a, model, meta = task.assignment, task.assignment.model, {"samples": task.samples}
         parameters, buffers, loss = self.descend(task, received)
@@ -201,6 +201,6 @@ class LGFedAvg(Coded):
         sent, left = self.uplink.send(a, "head", after, before, head.gather(fixed), residual)
         return Local(Kept(self.body(model).gather(parameters), buffers, left), Payload(sent, meta), trained, loss)
 
-    def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
+    def personal(self, task: Task, kept: Kept | None, received: Weights) -> Personal:
         """The device's body under the global head."""
         return Personal(received.parameters, received.buffers)

@@ -7,7 +7,6 @@ weights, before the federation has learned anything. So the rate's default depen
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -16,24 +15,12 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.methods import Method, Range, Search, pretrained
+from edge_client.methods.averaging import Weights
 from edge_client.parts import Part
 from edge_client.task import Batch, EpochLoss, Task
 from edge_client.training.sgd import Sgd
 
 CAREFUL = 0.3  # of a method's usual rate
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model: `parameters` float32[d], `buffers` float32[buffers_d]."""
-
-    parameters: F32
-    buffers: F32
-
-
-def window(average: float, rounds: int) -> int:
-    """The number of last rounds whose mean is the final model: a share `average` of all, at least one."""
-    return max(1, round(average * rounds))
 
 
 class LocalSgd(Method):

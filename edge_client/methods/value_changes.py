@@ -20,7 +20,7 @@ from edge_kernels import counter
 from edge_kernels.codecs import CodecError, values
 from pydantic import AfterValidator, ValidationInfo
 
-from edge_client.bundle import F32, Bits
+from edge_client.bundle import F32, Bits, Manifest
 from edge_client.errors import DivergedError, PayloadError
 from edge_client.methods import ValueCodecName
 from edge_client.methods.local_sgd import LocalSgd
@@ -137,6 +137,11 @@ def applied(before: F32, change: F32) -> F32:
     if not np.isfinite(after).all():
         raise PayloadError("the change makes a parameter infinite; lower the learning rate")
     return after
+
+
+def tensor_ends(m: Manifest, per_tensor: bool) -> tuple[int, ...]:
+    """Where each group of parameters that are coded together ends: every tensor, or all of them."""
+    return tuple(t.span.stop for t in m.parameters) if per_tensor else (m.d,)
 
 
 def update_stream(a: Assignment) -> int:
