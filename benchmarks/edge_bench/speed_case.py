@@ -1,4 +1,4 @@
-"""What `speed` and `lattice_speed` run: networks, samples of noise around a centre for each class, PyTorch's local round."""
+"""What `speed`, `speed_flower` and `lattice_speed` run: networks, samples, PyTorch's local round."""
 
 from __future__ import annotations
 

@@ -297,28 +297,10 @@ def tune(
         f"{trials} trials of {', '.join(plan.config.methods)}; {plan.config.rounds} rounds on {count} devices, "
         f"scored on {validated} validation samples; trials lie in {database}"
     )
-    rounds = plan.config.rounds
     results: dict[str, list[Trial]] = {}
-    with Steps(console, trials * rounds * len(plan.config.methods), PAUSE) as steps:
+    with Steps(console, trials * plan.config.rounds * len(plan.config.methods), PAUSE) as steps:
         for label in plan.config.methods:
-            top: list[Trial] = []
-
-            def watch(trial: Trial, row: RoundRow | None, label: str = label) -> None:
-                name = f"{label} trial {trial.number + 1}/{trials}"
-                if row is None:
-                    steps.step(f"{name}  begins: {trial.words}", 0)
-                else:
-                    score = shown(mean(row.record.score_before), ".3f")
-                    steps.step(f"{name}  round {row.record.round:3d}/{rounds}  score {score}")
-
-            def said(trial: Trial, label: str = label, top: list[Trial] = top) -> None:
-                top.append(trial)
-                outcome = trial.state if trial.score is None else f"score {trial.score:.3f}  {amount(trial.bytes or 0)}"
-                steps.skip(rounds - trial.rounds)
-                steps.say(f"{label} trial {trial.number + 1}/{trials}  {outcome}  {trial.words}")
-
-            results[label] = search(label, plan, storage, watch, said)
-            steps.skip((trials - len(top)) * rounds)
+            results[label] = _searched(label, plan, storage, steps)
     found = {label: best(done, bound) for label, done in results.items()}
     out.write_text(f"# Written by: {origin['command']}\n{tuned_toml(content, plan, found, out, config)}", "utf-8")
     label = max(found, key=lambda k: found[k].score or 0.0)
@@ -329,6 +311,29 @@ def tune(
     methods = {k: {"best": asdict(found[k]), "trials": [asdict(t) for t in done]} for k, done in results.items()}
     settings = plan.config.model_dump(mode="json", exclude={"processes"})
     write_json(json_file, {**origin, "settings": settings, "most_bytes": bound, "methods": methods})
+
+
+def _searched(label: str, plan: Plan, storage: optuna.storages.BaseStorage, steps: Steps) -> list[Trial]:
+    """`search`, whose new trials and rounds are counted on `steps`."""
+    rounds, ran = plan.config.rounds, list[Trial]()
+
+    def watch(trial: Trial, row: RoundRow | None) -> None:
+        name = f"{label} trial {trial.number + 1}/{plan.trials}"
+        if row is None:
+            steps.step(f"{name}  begins: {trial.words}", 0)
+        else:
+            score = shown(mean(row.record.score_before), ".3f")
+            steps.step(f"{name}  round {row.record.round:3d}/{rounds}  score {score}")
+
+    def said(trial: Trial) -> None:
+        ran.append(trial)
+        outcome = trial.state if trial.score is None else f"score {trial.score:.3f}  {amount(trial.bytes or 0)}"
+        steps.skip(rounds - trial.rounds)
+        steps.say(f"{label} trial {trial.number + 1}/{plan.trials}  {outcome}  {trial.words}")
+
+    found = search(label, plan, storage, watch, said)
+    steps.skip((plan.trials - len(ran)) * rounds)
+    return found
 
 
 def _lines(results: Mapping[str, Sequence[Trial]], found: Mapping[str, Trial]) -> list[str]:

@@ -207,12 +207,15 @@ class FedMask(Method):
     def due(self, course: Course, state: State, record: Record | None) -> tuple[F32, Bits]:
         """The shares that a device receives, rounded to what travels, and the bits it holds: of live elements, or of
         all without a record."""
-        share, known = state.share, self.first_mask(course)
-        if record is not None:
+        if record is None:
+            share, known = state.share, self.first_mask(course)
+        else:
             division = self.division(course.model)
             known, live = bitset.unpack(record.held.bits, division.live), division.expand(record.held.structure)
-            share = np.where(state.averaged[live] >= record.round, share[live], np.float32(known))
-            share = share if record.own is None else bitset.unpack(record.own, division.live).astype(np.float32)
+            if record.own is not None:
+                share = bitset.unpack(record.own, division.live).astype(np.float32)
+            else:  # an element without a mean since the device's last round stays as the device has it
+                share = np.where(state.averaged[live] >= record.round, state.share[live], np.float32(known))
         levels = state.levels if self.down == "count" else 1
         return (np.floor(share.astype(np.float64) * levels + 0.5) / levels).astype(np.float32), known
 
