@@ -123,6 +123,10 @@ class Reader:
         """Bytes not yet read."""
         return len(self._data) - self._at
 
+    def framed(self) -> bytes:
+        """The bytes that :func:`framed` wrote."""
+        return self.bytes(self.varint()).tobytes()
+
     def bytes(self, count: int) -> NDArray[np.uint8]:
         """The next `count` bytes, uint8, without copying."""
         if count > self.left:
@@ -152,10 +156,6 @@ class Reader:
                     raise CodecError("a number in the payload is longer than necessary; the payload is damaged")
                 return value
         raise CodecError("the payload holds a length of more than five bytes; it is damaged")
-
-    def framed(self) -> bytes:
-        """The bytes that :func:`framed` wrote."""
-        return self.bytes(self.varint()).tobytes()
 
     def peek_bits(self, most: int) -> Bits:
         """Up to `most` of the next bits, without moving on; :meth:`skip_bits` moves past those that were used."""
