@@ -27,10 +27,11 @@ from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError
 from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.methods import make_method
+from edge_client.methods.averaging import Weights
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.lattice import Lattice
-from edge_client.methods.lgfedavg import LGFedAvg, State
+from edge_client.methods.lgfedavg import LGFedAvg
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.payload import HEADER_BYTES, Payload
@@ -439,7 +440,7 @@ def test_devices_have_secrets_of_their_own_that_follow_from_the_seed(
             seen[task.assignment.device] = task.secret
             return super().local_round(task, kept, received)
 
-    monkeypatch.setattr("edge_bench.simulate.make_method", lambda table: Spy(epochs=1))
+    monkeypatch.setattr("edge_bench.simulation_file.make_method", lambda table: Spy(epochs=1))
     run_all(config(methods={"standalone": {}}, cohort=4, final_epochs=False), bundle, devices)
     assert seen == {d: counter.key(5, "secret", d) for d in devices}
 
@@ -465,7 +466,7 @@ def test_scores_of_all_devices_between_the_rounds_change_nothing_of_a_run(
     class Forgetful(LGFedAvg):
         """After round 1 devices keep their bodies and receive the head alone; one has lost its body at round 3."""
 
-        def receive(self, a: Assignment, kept: Any, downlink: Payload) -> State:
+        def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Weights:
             if (a.device, a.round) == ("device-0", 3) and "body" not in downlink.arrays:
                 raise LostError("the body is gone")
             return super().receive(a, kept, downlink)

@@ -44,9 +44,9 @@ def by_class(
 ) -> NDArray[np.int64]:
     """The device of each group of one class `y` and of `size` samples, int64[n], -1 where a class has none.
 
-    With `classes` a device holds so many classes, at random of those with the fewest holders so far, shared evenly by
-    their holders; without, each class is divided by Dirichlet(alpha) shares. Raises ConfigError when no draw leaves
-    every device `FEWEST` samples.
+    With `classes` each device holds that many classes, drawn from those with the fewest holders so far; the holders of
+    a class share it evenly. Without, each class is divided by Dirichlet(alpha) shares. Raises ConfigError when no draw
+    leaves every device `FEWEST` samples.
     """
     present = np.unique(y)
     owner = np.empty(len(y), np.int64)

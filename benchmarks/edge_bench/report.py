@@ -154,10 +154,10 @@ def warnings(
 ) -> list[str]:
     """Sentences on methods that end badly or should have pruned, and on updates that the guard limited.
 
-    Badly is below the bundle's own start, below training alone when Standalone ran, `MISSED` below the method's `rival`
-    when that ran, or, failing these, below half of the best method. This holds for Standalone too. `tested` test
-    samples of all devices decide nothing within two standard errors of a share, ``tested ** -0.5``, while they are
-    fewer than `FEW`. Both mappings have the same labels. `model` is the bundle's, where it is at hand.
+    A method ends badly when it scores below the bundle's own start, below Standalone, or more than `MISSED` below its
+    `rival`, as far as these ran; else below half of the best method. This holds for Standalone too. With `tested` test
+    samples of all devices, fewer than `FEW`, a gap of up to two standard errors of a share, ``tested ** -0.5``, says
+    nothing. Both mappings have the same labels. `model` is the bundle's, where it is at hand.
     """
     alone = next((label for label in records if methods[label].name == ALONE), None)
     scores = {label: r["score_mean"] for label, r in records.items() if r["score_mean"] is not None}

@@ -326,7 +326,7 @@ def write(folder: Path, result: Run) -> None:
     if before is not None and all(
         _text(before.get(part, {})) == _text(result[part]) for part in ("runs", "tried_runs")
     ):
-        result |= {"commit": before.get("commit"), "machine": before["machine"]}
+        result = {**result, "commit": before.get("commit"), "machine": before["machine"]}
     text = one_line_each(result)
     drawn = all((folder / f"{run['task']}.png").is_file() for run in result["runs"].values())
     if not drawn or not _says(folder / RESULT, text):

@@ -122,11 +122,11 @@ class Method(BaseModel):
         ...
 
     def stays(self, course: Course) -> str | None:
-        """What of a trained model never leaves the devices, as a sentence's part; None when the state holds a model."""
+        """Which part of a trained model stays on the devices, in a few words; None when the state holds it whole."""
         return None
 
     def caution(self, course: Course) -> str | None:
-        """What one would not expect of these settings with this model and so many rounds, in a sentence; None: nothing.
+        """A warning, in a sentence, about these settings with this model and number of rounds; None: nothing to say.
 
         `simulate` prints it and the coordinator logs it before round 1.
         """
@@ -140,7 +140,7 @@ class Method(BaseModel):
         return "lr", "more rounds"
 
     def unpruned(self) -> str | None:
-        """What to say when a network is not pruned in the end, in a sentence; None: nothing.
+        """A warning, in a sentence, for a network that should be pruned and is whole at the end; None: nothing to say.
 
         A device says it of its own network, a simulation when it holds of every device.
         """

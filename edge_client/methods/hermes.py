@@ -145,7 +145,7 @@ class Hermes(Coded):
         return ("lr", "a larger target") if self.target < 1 else ("lr",)
 
     def unpruned(self) -> str | None:
-        """Only the devices know their validation scores, so that the gate stayed closed is known at the end."""
+        """Only devices know their validation scores. So a gate that stayed closed shows only at the end."""
         if self.target == 1:
             return None
         return (

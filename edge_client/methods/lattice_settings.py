@@ -32,8 +32,8 @@ class Settings(LocalSgd):
     """How fine the grid is, how devices train, what is pruned."""
 
     quantum: Annotated[float, Field(ge=QUANTUM, le=10_000)] = 2.5
-    """Step / cohort in units of the first round's rms: coarser costs fewer bits. 15 is thrifty. In a run of fewer than
-    five rounds times (rounds / 5)^2, at least 0.25."""
+    """Step / cohort in units of the first round's rms. A larger one costs fewer bits; 15 is thrifty. A run of fewer
+    than five rounds has quantum * (rounds / 5)^2, at least 0.25."""
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
     budget: Annotated[float, Field(ge=1)] = 110.0

@@ -195,7 +195,10 @@ def _network(same: Same, data: bytes) -> Network:
 
 
 def carried(values: F32 | None, packed: Packed, now: Units) -> F32 | None:
-    """Values that a device kept of the structure `packed`, for that of now: 0 for parameters that are new in it."""
+    """Values that a device kept of the structure `packed`, for that of now: 0 for parameters that are new in it.
+
+    Raises LostError.
+    """
     if values is None:
         return None
     every = np.zeros(now.manifest.d, np.float32)
