@@ -26,7 +26,7 @@ from edge_client.methods import lattice_statistics
 from edge_client.methods.averaging import Mean
 from edge_client.methods.lattice import MOVES, Lattice
 from edge_client.methods.lattice_down import CHANGE
-from edge_client.methods.lattice_grid import HISTORY, MIDDLE, dither, grid, nearest, rms, spans, spread, steps
+from edge_client.methods.lattice_grid import HISTORY, MIDDLE, closeness, dither, grid, rms, spans, spread, steps
 from edge_client.methods.lattice_levels import coarse, coarsest, lateness, raised, settled
 from edge_client.methods.lattice_train import Plan, train
 from edge_client.methods.lattice_values import Record, Total
@@ -715,7 +715,7 @@ def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:
     fleet.play("a", "b")
     assert np.allclose(fleet.state.statistics, 1.25, rtol=0.03)  # a quarter more in every step
     for device in ("a", "c", "new"):  # one of them missed a round, one has nothing
-        assert np.array_equal(fleet.receive(device).statistics, lattice_statistics.nearest(fleet.state.statistics))
+        assert np.array_equal(fleet.receive(device).statistics, lattice_statistics.as_sent(fleet.state.statistics))
     assert not fleet.lost
     own = Fleet(Lattice(epochs=1, lr=0.1, statistics="local"), THREE, m=NORMED, trainer=pull(NORMED))
     own.play(*"abc")
@@ -795,7 +795,7 @@ def test_the_dither_of_a_full_cohort_is_stratified_and_its_ends_are_known_from_o
     course = Course(model(M), 3, 5, 7)
     all_ = np.stack([dither(Assignment(course, 2, "x", place), 1000) for place in range(7)])
     assert np.ptp(np.diff(np.sort(all_.astype(np.int64), axis=0), axis=0)) <= 2
-    fall, rise = nearest(course, [2], 1000)
+    fall, rise = closeness(course, [2], 1000)
     assert np.abs(fall.astype(np.int64) - all_.min(axis=0)).max() <= 8
     assert np.abs(rise.astype(np.int64) - (~all_).min(axis=0)).max() <= 8
 

@@ -246,7 +246,7 @@ class Lattice(Settings):
         seen = state.reports + reports
         statistics = state.statistics
         if len(statistics):
-            statistics = lattice_statistics.nearest(statistics) + total.statistics.value
+            statistics = lattice_statistics.as_sent(statistics) + total.statistics.value
         now = replace(
             state,
             counts=counts,

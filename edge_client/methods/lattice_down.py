@@ -15,7 +15,7 @@ from edge_kernels.lattice_model import Known
 from edge_client.errors import PayloadError
 from edge_client.methods import lattice_grid, lattice_statistics
 from edge_client.methods.lattice_grid import MIDDLE, Counts, sizes, spans
-from edge_client.methods.lattice_network import nearest, on_grid, weights
+from edge_client.methods.lattice_network import closeness, on_grid, weights
 from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_values import Kept, Received, Record, State, cut
 from edge_client.methods.lattice_wire import DownHead, down_head, read_counts, stale
@@ -41,7 +41,7 @@ def known(settings: Settings, net: Network, base: int, round_: int, low: int, he
     if round_ - base > lattice_grid.HISTORY:
         return lattice.whole(spans(on_grid(net)))
     first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - settings.window(net.course)))
-    return lattice.down(*nearest(net, first, round_, settings.prune_after), spans(on_grid(net)), sizes(held, low))
+    return lattice.down(*closeness(net, first, round_, settings.prune_after), spans(on_grid(net)), sizes(held, low))
 
 
 # --- server half

@@ -98,7 +98,7 @@ def dither(a: Assignment, size: int) -> U32:
     return shifted
 
 
-def nearest(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]:
+def closeness(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]:
     """How near the numbers of a full cohort come to 0 and to 1 in any of the rounds, uint32[size] each."""
     streams, cohort = [_stream(course, round_) for round_ in rounds], np.uint32(course.cohort)
     fall, rise = np.empty(size, np.uint32), np.empty(size, np.uint32)

@@ -44,13 +44,13 @@ def weights(net: Network, unit: F32, counts: Counts) -> F32:
     return parameters
 
 
-def nearest(net: Network, base: int, round_: int, pruned: int | None) -> tuple[U32, U32]:
+def closeness(net: Network, base: int, round_: int, pruned: int | None) -> tuple[U32, U32]:
     """How near the dither of the rounds base .. round_ - 1 came to 0 and 1; the whole network's until `pruned`."""
     size = on_grid(net).size
     if net.units is None or pruned is None or base > pruned:
-        return lattice_grid.nearest(net.course, range(base, round_), size)
-    before = lattice_grid.nearest(net.origin, range(base, pruned + 1), whole_size(net))
-    after, stays = lattice_grid.nearest(net.course, range(pruned + 1, round_), size), live(net)
+        return lattice_grid.closeness(net.course, range(base, round_), size)
+    before = lattice_grid.closeness(net.origin, range(base, pruned + 1), whole_size(net))
+    after, stays = lattice_grid.closeness(net.course, range(pruned + 1, round_), size), live(net)
     return np.minimum(before[0][stays], after[0]), np.minimum(before[1][stays], after[1])
 
 

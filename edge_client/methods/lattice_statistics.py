@@ -43,7 +43,7 @@ def values(whole: Counts) -> F32:
     return statistics
 
 
-def nearest(statistics: F32) -> F32:
+def as_sent(statistics: F32) -> F32:
     """The statistics that arrive when these are sent."""
     return values(numbers(statistics))
 
