@@ -56,7 +56,7 @@ class State:
     places: int | None = None
     """Places of a round, once the operator has changed the cohort: the cohort as it was created. Else None."""
     fleet: int = 0
-    """Devices that had asked for work and were not removed when the last attempt opened."""
+    """Devices that had asked for work and were not removed when the last attempt opened; at least those asked."""
 
 
 def in_force(config: FederationConfig, state: State) -> FederationConfig:

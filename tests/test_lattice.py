@@ -27,7 +27,7 @@ from edge_client.methods.averaging import Mean
 from edge_client.methods.lattice import MOVES, Lattice
 from edge_client.methods.lattice_down import CHANGE
 from edge_client.methods.lattice_grid import HISTORY, MIDDLE, closeness, dither, grid, rms, spans, spread, steps
-from edge_client.methods.lattice_levels import coarse, coarsest, lateness, raised, settled
+from edge_client.methods.lattice_levels import between, coarse, coarsest, lateness, raised, settled
 from edge_client.methods.lattice_train import Plan, train
 from edge_client.methods.lattice_values import Record, Total
 from edge_client.methods.lattice_wire import UpHead, up_head
@@ -351,6 +351,24 @@ def test_the_budget_is_a_share_of_fedavgs_bytes_and_six_kilobytes_at_least() -> 
     assert Lattice(budget=1000.0).allowed(large, 4.0) == 22 * 6144
 
 
+@pytest.mark.parametrize(
+    ("fleet", "rounds", "due"),
+    [
+        (12, [4, 4], 3.0),
+        (12, [1, 4], 3.0),  # a small first round
+        (20, [10, 10, 10, 4], 20 / 8.5),  # a round of few updates
+        (40, [2] * 9, 20.0),  # of a cohort of any size
+        (3, [4, 4], 1.0),  # devices were removed
+    ],
+)
+def test_the_rounds_between_two_of_a_device_are_the_fleet_by_the_updates_of_a_round(
+    fleet: int, rounds: list[int], due: float
+) -> None:
+    start = Fleet(Lattice(), THREE).state
+    state = replace(start, fleet=fleet, first=3, round=2 + len(rounds), reports=sum(rounds))
+    assert between(state, rounds[-1]) == pytest.approx(due)
+
+
 def test_a_change_over_more_rounds_than_the_history_counts_as_one_over_the_history() -> None:
     start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
 
@@ -361,6 +379,7 @@ def test_a_change_over_more_rounds_than_the_history_counts_as_one_over_the_histo
     assert late(5) == (5, 4, 2.0)
     assert late(1) == (1, 0, 4.0)
     assert late(5, first=3) == (5, 2, 8**0.5)
+    assert [lateness(replace(start, first=1, round=9), n)[0] for n in (2.4, 2.6)] == [2, 3]
 
 
 def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_updates() -> None:
@@ -378,8 +397,11 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
 
 
 def test_cells_are_coarse_where_devices_are_many_rounds_apart_and_the_run_is_long_enough() -> None:
-    assert [coarsest(n, 60) for n in (1.0, 2.0, 3.9, 4.0, 50.0)] == [0, 0, 0, 2, 2]
-    assert [coarsest(5.0, rounds) for rounds in (2, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
+    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
+    assert [coarsest(start, n, 60) for n in (1.0, 2.0, 3.9, 4.0, 50.0)] == [0, 0, 0, 2, 2]
+    assert [coarsest(start, 5.0, rounds) for rounds in (2, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
+    assert coarsest(replace(start, level=MIDDLE + 1), 50.0, 60) == 0  # the fleet grew after moves had become coarser
+    assert coarsest(replace(start, level=MIDDLE - 1), 50.0, 60) == 2
 
 
 def test_with_coarse_cells_moves_are_finer() -> None:
@@ -392,7 +414,6 @@ def test_with_coarse_cells_moves_are_finer() -> None:
 
     assert [after(0), after(0, cells=1)] == [(-1, 3), (-1, 2)]
     assert after(-2) == (-2, 4)  # the guard made moves finer
-    assert after(2) == (-1, 3)  # moves had become coarser before the fleet grew
 
 
 def test_moves_rise_by_a_level_for_each_factor_of_two_up_to_the_top() -> None:

@@ -14,10 +14,11 @@ from rounds import Rounds, stored
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, DivergedError, PayloadError
-from edge_client.methods import ALL, Method, below, make_method
+from edge_client.methods import ALL, Method, below, make_method, trained_head
 from edge_client.methods.averaging import Weights, accelerated, distance, toward
 from edge_client.methods.fedavg import FedAvg, State, Update
 from edge_client.methods.standalone import Standalone
+from edge_client.parts import head
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Course, Local
 from edge_client.training import Gradient
@@ -414,3 +415,10 @@ def test_the_same_round_is_the_same_bytes(method: Method) -> None:
 def test_a_wrong_method_or_setting_is_named(table: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         make_method(table)
+
+
+def test_a_head_is_trained_where_the_weights_come_from_a_file_and_are_not_all_zero() -> None:
+    drawn, from_file = (course(m).model for m in (M, M.model_copy(update={"seed": None})))
+    zeros, last = from_file.parameters.copy(), head(M)
+    last.scatter(np.zeros(last.size, np.float32), zeros)
+    assert [trained_head(m) for m in (drawn, from_file, replace(from_file, parameters=zeros))] == [False, True, False]

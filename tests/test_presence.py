@@ -79,6 +79,20 @@ def test_a_device_that_has_been_silent_too_long_is_not_drawn_until_it_returns(tm
     asyncio.run(main())
 
 
+def test_a_removed_device_is_neither_drawn_nor_counted_in_the_attempt_that_its_removal_leads_to(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b", "c", min_devices=3, min_updates=2)
+            gone, other = live(fleet)._commits.state.cohort
+            assert (await fleet.fail(other, await fleet.work(other), "lost")).status_code == 204
+            assert (await fleet.operator("DELETE", f"{FED}/devices/{gone}")).status_code == 204
+            state = live(fleet)._commits.state
+            assert (state.attempt, state.fleet) == (2, 2)
+            assert state.cohort == tuple(sorted({"a", "b", "c"} - {gone}))
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("start", ["auto", "manual"])
 def test_the_fleet_is_every_device_that_has_asked_for_work_and_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str

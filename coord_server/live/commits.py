@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coord_server import engine, metrics
-from coord_server.events import Acknowledge, Decision, Draw, Event, Present, Refuse, Tick
+from coord_server.events import Acknowledge, Decision, Draw, Event, Present, Refuse, Removed, Tick
 from coord_server.live.status import Faults
 from coord_server.problems import Refusal
 from coord_server.store.metadata import Metadata
@@ -182,9 +182,9 @@ class Commits:
         return answers
 
     async def _apply(self, state: engine.State, event: Event) -> tuple[engine.State, Answer]:
-        """Apply an event; a Draw is answered at once."""
+        """Apply an event; a Draw is answered at once, unless a removal led to it, which is not written yet."""
         state, decisions = engine.apply(self.created, state, event)
-        if any(isinstance(d, Draw) for d in decisions):
+        if any(isinstance(d, Draw) for d in decisions) and not isinstance(event, Removed):
             state, more = engine.apply(self.created, state, await self._followers.present(self.clock()))
             decisions = (*decisions, *more)
         return state, decisions

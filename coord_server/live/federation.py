@@ -39,7 +39,7 @@ from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.rows import Rows
 from coord_server.store.tables import Head
-from edge_client.errors import StorageUnreachableError
+from edge_client.errors import StateError, StorageUnreachableError
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
 from edge_client.protocol.changes import UpdateRefused
@@ -212,7 +212,7 @@ class LiveFederation:
         """Commit the arrival of a device, so that every process can draw it, and start what waits for devices."""
         now, new = self._clock(), list[int]()
         await self._commits.submit(
-            events.Present(now, (), self.devices.ready_count),
+            events.Present(now, (), 0),
             lambda rows: new.append(rows.arrive(device, now)),
             lambda: self.devices.arrived(device, new[-1]),
         )
@@ -354,6 +354,8 @@ class LiveFederation:
             lambda rows: was_ready.append(rows.remove_device(device)),
             lambda: self.devices.removed(device, was_ready[-1]),
         )
+        with suppress(Refusal, StateError):  # else the timer draws
+            await self._call()
         for what in ("work", "failure", "report"):  # it asks no more, so no success of its own would clear them
             self._faults.clear(f"{what} of {device}")
         log.info("%s: %s is removed by the operator", self.id, device, extra={"federation": self.id, "device": device})

@@ -249,7 +249,7 @@ class Coupled(BernoulliMasks):
         arrays, held = downlink.arrays, None if kept is None else kept.held
         head = self._head(a, held, downlink)
         size = self.exchanged(a.model)
-        try:
+        with decoding(f"the downlink of round {a.round}"):
             if LONG in arrays or SHORT in arrays:
                 known = required(a, held, size, LONG in arrays)
                 reference, net = self._net(a, known, downlink)
@@ -267,8 +267,6 @@ class Coupled(BernoulliMasks):
                 raise PayloadError(f"the payload holds arrays {sorted(arrays)}, none of which this method sends")
             else:
                 posterior = Posterior(np.zeros(size, np.uint32), 0)
-        except CodecError as error:
-            raise PayloadError(f"the downlink of round {a.round}: {error}") from None
         return Received(self.theta(a.course, posterior), head, posterior, None)
 
     def _head(self, a: Assignment, held: Held | None, downlink: Payload) -> F32:

@@ -269,13 +269,13 @@ class Lattice(Settings):
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
         """The state with the levels of the next round: as the budget has them, and lower after bad rounds."""
-        n = max(1.0, state.fleet / course.cohort)  # the rounds from one update of a device to its next
+        n = lattice_levels.between(state, len(total.samples))
         late, like, grown = lattice_levels.lateness(state, n)
         up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
         state = replace(state, spent=state.spent + up + down)
         free = round_ + self.window(course) < course.rounds and not state.bad
         free &= state.coarser == self.coarser  # cells that the budget made coarse stay, and moves with them
-        cells = 0 if self.coarser else lattice_levels.coarsest(n, course.rounds)
+        cells = 0 if self.coarser else lattice_levels.coarsest(state, n, course.rounds)
         if like and free and lattice_levels.settled(state, like):
             each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
             left = self.allowed(network(course, state.units), n) - state.spent

@@ -1,7 +1,7 @@
 """How coarse Lattice's next moves and changes of N are: what the budget asks for.
 
-The server compares the bytes that the rounds left need with what is left of the budget. The fleet makes n cohorts, so
-in the mean a device sends an update every n rounds; its downlink grows with n.
+The server compares the bytes that the rounds left need with what is left of the budget. In the mean a device sends an
+update every n rounds; its downlink grows with n.
 """
 
 from __future__ import annotations
@@ -39,9 +39,22 @@ def settled(state: State, rounds: int) -> bool:
     return bool(((last == state.cell) | (lengths == 0)).all())
 
 
-def coarsest(n: float, rounds: int) -> int:
-    """The level of a cell above the first moves where the rounds of a device are far apart; 0 elsewhere."""
-    return max(0, min(COARSEST, round(math.log2(rounds / SHORT)))) if n >= FAR else 0
+def between(state: State, reports: int) -> float:
+    """n, the rounds from one update of a device to its next, at least 1: the fleet / the updates of a round.
+
+    These are the `reports` of the last round, or the mean of all rounds if that is more. So neither a small first round
+    nor a single round of few updates makes n large.
+    """
+    return max(1.0, state.fleet / max(reports, state.reports / (state.round + 1 - state.first)))
+
+
+def coarsest(state: State, n: float, rounds: int) -> int:
+    """The level of a cell above the first moves where the rounds of a device are far apart; 0 elsewhere.
+
+    The fleet may grow: moves that are coarser than the first ones by then keep their cells.
+    """
+    far = n >= FAR and state.level <= MIDDLE
+    return max(0, min(COARSEST, round(math.log2(rounds / SHORT)))) if far else 0
 
 
 def coarse(state: State, level: int) -> State:

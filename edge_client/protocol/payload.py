@@ -108,7 +108,7 @@ def decoding(what: str) -> Iterator[None]:
     try:
         yield
     except CodecError as error:
-        raise PayloadError(f"{what} cannot be decoded: {error}; fetch or send it again") from None
+        raise PayloadError(f"{what} cannot be decoded: {error}") from None
 
 
 def u8(data: bytes) -> NDArray[np.uint8]:

@@ -135,7 +135,7 @@ class Reader:
         return self._data[self._at - count : self._at]
 
     def bits(self, count: int) -> Bits:
-        """The next `count` bits, and past the padding of their last byte, which must be 0."""
+        """The next `count` bits. Skips the padding of their last byte, which must be 0."""
         found = np.unpackbits(self.bytes(-(-count // 8)), bitorder="little").view(np.bool_)
         if found[count:].any():
             raise CodecError(PADDING)
