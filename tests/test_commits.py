@@ -18,6 +18,7 @@ from coord_server.events import (
     Aggregate,
     Aggregated,
     Decision,
+    Failed,
     OpenRound,
     Paused,
     Present,
@@ -157,6 +158,19 @@ def test_a_refused_event_does_not_disturb_those_that_wait_with_it(tmp_path: Path
         assert isinstance(second, Refusal)
         assert [type(d) for d in (first[0], third[0])] == [Acknowledge] * 2  # type: ignore[index]
         assert set(p.metadata.influences("fed", 1)) == {"a", "c"}
+
+    play(tmp_path, script)
+
+
+def test_no_cohort_is_drawn_in_the_transaction_that_removes_a_device(tmp_path: Path) -> None:
+    async def script(p: Process) -> None:
+        await p.open()
+        await asyncio.gather(p.update("a"), p.update("b"))
+        failed = Failed(1.0, 1, "c", engine.lease(p.config, 1, "c"), "lost", "disk")
+        await asyncio.gather(p.commits.submit(Removed(1.0, "z")), p.commits.submit(failed))
+        assert (p.commits.state.stage, p.commits.state.cohort) == ("drawing", ())
+        await p.commits.submit(await p.present(2.0))
+        assert p.commits.state.stage == "collecting"
 
     play(tmp_path, script)
 

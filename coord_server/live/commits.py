@@ -159,10 +159,11 @@ class Commits:
 
     async def _commit(self, batch: list[_Waiting]) -> list[Answer | Exception]:
         """Apply the events one after another and write them together; the answer to each."""
+        draws = not any(isinstance(one.event, Removed) for one in batch)
         for _ in range(TRIES):
             state, answers, counted = self.state, list[Answer | Exception](), list[_Waiting]()
             for one in batch:
-                state, decisions = await self._apply(state, one.event)
+                state, decisions = await self._apply(state, one.event, draws)
                 first = decisions[0] if decisions else None
                 if isinstance(first, Refuse):
                     answers.append(Refusal(first.kind, first.detail))
@@ -181,10 +182,10 @@ class Commits:
         self._followers.carry_out([d for answer in answers if isinstance(answer, tuple) for d in answer])
         return answers
 
-    async def _apply(self, state: engine.State, event: Event) -> tuple[engine.State, Answer]:
-        """Apply an event; a Draw is answered at once, unless a removal led to it, which is not written yet."""
+    async def _apply(self, state: engine.State, event: Event, draws: bool) -> tuple[engine.State, Answer]:
+        """Apply an event. With `draws` a Draw is answered at once; not beside a removal, which is not written yet."""
         state, decisions = engine.apply(self.created, state, event)
-        if any(isinstance(d, Draw) for d in decisions) and not isinstance(event, Removed):
+        if draws and any(isinstance(d, Draw) for d in decisions):
             state, more = engine.apply(self.created, state, await self._followers.present(self.clock()))
             decisions = (*decisions, *more)
         return state, decisions
