@@ -32,8 +32,8 @@ class Present(Event):
 class Started(Event):
     """The operator started the federation; `devices` and `fleet` as in `Present`."""
 
-    devices: tuple[str, ...] = ()
-    fleet: int = 0
+    devices: tuple[str, ...]
+    fleet: int
 
 
 @dataclass(frozen=True)

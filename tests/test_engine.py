@@ -99,13 +99,13 @@ def test_a_manual_start_waits_for_the_operator() -> None:
     c = config(start="manual")
     state, said = run(c, here("abcd"))
     assert (state.phase, said) == ("recruiting", [])
-    state, said = run(c, Started(5.0, tuple("abcd")), state=state)
+    state, said = run(c, Started(5.0, tuple("abcd"), 4), state=state)
     assert isinstance(said[0], OpenRound)
     assert said[0].deadline == 15.0
 
 
 def test_starting_without_a_device_is_refused() -> None:
-    assert refused(run(config(), Started(0.0))[1]) == "no-devices"
+    assert refused(run(config(), Started(0.0, (), 0))[1]) == "no-devices"
 
 
 def test_the_cohort_is_the_devices_with_the_smallest_keys() -> None:
@@ -218,7 +218,7 @@ def test_a_late_update_closes_an_attempt_that_lacked_it() -> None:
 
 def test_a_round_stays_undrawn_while_fewer_devices_are_present_than_it_needs_updates() -> None:
     c = config(min_updates=2)
-    state, said = run(c, Started(0.0, ("a",)))
+    state, said = run(c, Started(0.0, ("a",), 1))
     assert (state.phase, state.stage, said) == ("running", "drawing", [Draw(1, 1)])
     assert engine.pending(state) == (Draw(1, 1),)
     assert run(c, here("a", 2.0), Tick(1000.0), state=state) == (state, [])
@@ -482,7 +482,7 @@ def test_what_the_round_under_way_does_not_allow_is_refused_and_changes_nothing(
 # --- the tables
 
 EXAMPLES: dict[type, Event] = {
-    Present: here("abc", 5.0), Started: Started(5.0, ("a", "b", "c")), Removed: Removed(5.0, "z"), Tick: Tick(5.0),
+    Present: here("abc", 5.0), Started: Started(5.0, ("a", "b", "c"), 3), Removed: Removed(5.0, "z"), Tick: Tick(5.0),
     Paused: Paused(5.0), Resumed: Resumed(5.0), Stopped: Stopped(5.0), Changed: Changed(5.0, {"rounds": 9}),
     Deleted: Deleted(5.0),
 }  # fmt: skip
@@ -571,7 +571,7 @@ def test_stopping_is_final() -> None:
     c = config()
     running = opened(c)
     state, _ = run(c, Stopped(1.0), state=running)
-    for event in (Started(2.0, ("a",)), Resumed(2.0), Aggregated(2.0, 1, 1), updated(c, running, "a")):
+    for event in (Started(2.0, ("a",), 1), Resumed(2.0), Aggregated(2.0, 1, 1), updated(c, running, "a")):
         after, said = run(c, event, state=state)
         assert (after, refused(said)) == (state, "wrong-phase")
     assert run(c, here("abc"), state=state) == (state, [])
@@ -638,7 +638,7 @@ def test_in_any_history_no_round_is_skipped_and_every_acknowledged_update_is_cou
             event = {"come": here_now, "go": Tick(now), "remove": Removed(now, device),
                      "tick": Tick(now), "late": Tick(now), "aggregated": Aggregated(now, state.round, state.attempt),
                      "pause": Paused(now), "resume": Resumed(now),
-                     "start": Started(now, tuple(sorted(present)))}[word]  # fmt: skip
+                     "start": Started(now, tuple(sorted(present)), len(present))}[word]  # fmt: skip
         for happening in (event, Present(now, tuple(sorted(present)), len(present))):
             before, force = state, engine.in_force(c, state)
             state, decisions = apply(c, state, happening)

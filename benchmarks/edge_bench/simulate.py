@@ -79,9 +79,9 @@ class Mishaps:
     away: Mapping[str, AbstractSet[int]] = field(default_factory=dict)
     loses: Mapping[str, AbstractSet[int]] = field(default_factory=dict)
 
-    def present(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
-        """The devices that can be drawn in a round."""
-        return tuple(d for d in names if round_ not in self.away.get(d, ()))
+    def present(self, names: Sequence[str], round_: int) -> events.Present:
+        """The devices that can be drawn in a round; those that are away belong to the fleet."""
+        return events.Present(0.0, tuple(d for d in names if round_ not in self.away.get(d, ())), len(names))
 
 
 @dataclass
@@ -258,13 +258,13 @@ def _rounds(
         status, decisions = engine.apply(config, status, event)
         todo.extend(decisions)
 
-    happen(events.Present(0.0, sim.mishaps.present(names, 1), len(names)))
+    happen(sim.mishaps.present(names, 1))
     rows: list[RoundRow] = []
     opened = time.perf_counter()
     while todo:
         decision = todo.popleft()
         if isinstance(decision, events.Draw):
-            happen(events.Present(0.0, sim.mishaps.present(names, decision.round), len(names)))
+            happen(sim.mishaps.present(names, decision.round))
         elif isinstance(decision, events.OpenRound):
             opened, round_ = time.perf_counter(), decision.round
             places = {d: status.asked[d] for d in decision.cohort}

@@ -20,7 +20,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -317,11 +316,12 @@ class LiveFederation:
 
     async def operate(self, kind: type[events.Event]) -> None:
         """Start, pause, resume or stop. Raises Refusal, StateError."""
-        event = kind(self._clock())
-        if isinstance(event, events.Started):
+        if kind is events.Started:
             await self._commits.refresh()
-            found = await self.devices.present(event.now)
-            event = replace(event, devices=found.devices, fleet=found.fleet)
+            found = await self.devices.present(self._clock())
+            event: events.Event = events.Started(found.now, found.devices, found.fleet)
+        else:
+            event = kind(self._clock())
         await self._commits.submit(event)
         log.info("%s: %s by the operator, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
                  extra={"federation": self.id})  # fmt: skip

@@ -41,7 +41,7 @@ from edge_client.methods.averaging import (
     influence,
     limited,
     window,
-)  # fmt: skip
+)
 from edge_client.methods.local_sgd import LocalSgd
 from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, packed, tensor_ends, unpacked
 from edge_client.parts import frozen
