@@ -131,29 +131,42 @@ def _refuse(state: State, kind: str, detail: str) -> Step:
 
 def _open(config: FederationConfig, state: State, event: events.Present | events.Started) -> Step:
     """Open the next attempt with a cohort of those present; stay in stage drawing when too few could ever report."""
-    now, able = event.now, [d for d in event.devices if d not in state.received]
-    failed = {d for d, f in state.failed.items() if f.kind != "lost"}
-    held_back = state.ended is not None and 0.0 <= now - state.ended < RETRY
-    attempt, deadline, in_ = state.attempt + 1, now + config.deadline_seconds, len(usable(state))
-    cohort: tuple[str, ...] = ()
-    for pool in (
-        tuple(d for d in able if d not in state.asked),
-        tuple(d for d in able if d in state.asked and d not in failed),
-        () if held_back else tuple(d for d in able if d in state.asked and d in failed),
-    ):
-        cohort += choose_cohort(config, pool, state.round, attempt, config.cohort - in_ - len(cohort))
-    if not cohort or len(cohort) + in_ < config.min_updates:
+    attempt, counted = state.attempt + 1, usable(state)
+    cohort = _draw(config, state, event, attempt, config.cohort - len(counted))
+    if not cohort or len(cohort) + len(counted) < config.min_updates:
         return state, ()
-    taken = {state.asked[d] for d in (*usable(state), *cohort) if d in state.asked}
-    free = iter(sorted(set(range(state.places or config.cohort)) - taken))
-    places = {d: next(free) for d in sorted(set(cohort) - state.asked.keys())}
-    asked = {**state.asked, **places}
+    deadline, asked = event.now + config.deadline_seconds, _places(config, state, (*counted, *cohort))
     opened = _move(
         state, "open", attempt=attempt, tries=state.tries + 1, cohort=tuple(sorted(cohort)), excused=(),
-        deadline=deadline, asked=asked, opened=now if attempt == 1 else state.opened,
+        deadline=deadline, asked=asked, opened=event.now if attempt == 1 else state.opened,
         fleet=max(event.fleet, len(asked)),
     )  # fmt: skip
     return opened, (OpenRound(state.round, attempt, opened.cohort, deadline),)
+
+
+def _draw(
+    config: FederationConfig, state: State, event: events.Present | events.Started, attempt: int, size: int
+) -> tuple[str, ...]:
+    """At most `size` devices: first those the round has not asked, then asked ones, then those that failed."""
+    fresh, asked, failed = list[str](), list[str](), list[str]()
+    for d in event.devices:
+        if d not in state.received:
+            failure = state.failed.get(d)
+            pool = fresh if d not in state.asked else asked if failure is None or failure.kind == "lost" else failed
+            pool.append(d)
+    if state.ended is not None and 0.0 <= event.now - state.ended < RETRY:
+        failed = []
+    cohort: tuple[str, ...] = ()
+    for pool in (fresh, asked, failed):
+        cohort += choose_cohort(config, tuple(pool), state.round, attempt, size - len(cohort))
+    return cohort
+
+
+def _places(config: FederationConfig, state: State, devices: tuple[str, ...]) -> dict[str, int]:
+    """`asked` with a place for each of `devices` that has none: the lowest that none of them holds."""
+    taken = {state.asked[d] for d in devices if d in state.asked}
+    free = iter(sorted(set(range(state.places or config.cohort)) - taken))
+    return {**state.asked, **{d: next(free) for d in sorted(set(devices) - state.asked.keys())}}
 
 
 def _close(state: State) -> Step:

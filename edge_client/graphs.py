@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from edge_client.errors import BundleError
 
 if TYPE_CHECKING:  # onnx is large, and only the process that checks needs it
-    from onnx import GraphProto, ValueInfoProto
+    from onnx import GraphProto, NodeProto, ValueInfoProto
 
 GRAPH_MOST = 32 << 20  # bytes: weights are inputs of a graph, so a large file is not a graph of ours
 NODES_MOST = 20_000
@@ -118,13 +118,12 @@ def _check_sizes(graph: GraphProto, outer: Mapping[str, list[int] | None], steps
         what = f"node {node.name or node.output[:1]!s:.60} ({node.op_type})"
         for name in filter(None, node.output):
             shape = known.get(name)
-            if shape is None and node.op_type in (*MOVES, "Gather"):  # at most an entry of one for each of the other
-                shapes = [known.get(i) for i in node.input[: 1 + (node.op_type == "Gather")]]
-                shape = known[name] = None if None in shapes else [prod(n for s in shapes for n in s or ())]
+            if shape is None:
+                shape = known[name] = _bound(node, known)
             if shape is None or prod(shape) > ELEMENTS_MOST:
                 raise ValueError(f"{what} has an output of {shape or 'unknown'!s:.60} for {BATCH} samples")
-        settings = {a.name: a for a in node.attribute}
         if node.op_type == "Scan":
+            settings = {a.name: a for a in node.attribute}
             count = settings["num_scan_inputs"].i
             scanned = [known.get(i) for i in node.input[-count:]] if count > 0 else []
             if "scan_input_axes" in settings and any(settings["scan_input_axes"].ints):
@@ -132,6 +131,14 @@ def _check_sizes(graph: GraphProto, outer: Mapping[str, list[int] | None], steps
             if not scanned or any(not s or s[0] > steps for s in scanned):
                 raise ValueError(f"{what} has steps over {scanned!s:.60}, at most {steps} are accepted")
             _check_sizes(settings["body"].g, known, steps)
+
+
+def _bound(node: NodeProto, known: Mapping[str, list[int] | None]) -> list[int] | None:
+    """A size that a move's output does not exceed: its data's, of a Gather times its indices'. None: not known."""
+    if node.op_type not in (*MOVES, "Gather"):
+        return None
+    shapes = [known.get(i) for i in node.input[: 2 if node.op_type == "Gather" else 1]]
+    return None if None in shapes else [prod(n for s in shapes for n in s or ())]
 
 
 def _shape(value: ValueInfoProto) -> list[int] | None:

@@ -170,21 +170,20 @@ class Simulation:
 
     def evaluate(self, round_: int, what: Evaluation) -> dict[str, Evaluated]:
         """Every device's personal model from the downlink of `round_`; a device that lost its values asks again."""
-        found: dict[str, Evaluated] = {}
-        left, before = dict.fromkeys(self.devices, 0), dict[str, int]()
-        while left:
-            outcomes = self.workers.evaluate(round_, *self.turns(round_, left), what)
-            lost = {}
-            for device, outcome in zip(left, outcomes, strict=True):
-                if isinstance(outcome, Evaluated):
-                    found[device] = outcome
-                elif device in before:
-                    raise LostError(f"{device} cannot read a downlink made for a new device: {outcome.reason}")
-                else:
-                    self.lost(device)
-                    lost[device] = 0
-            left = before = lost
-        return {d: found[d] for d in self.devices}
+        found = self.asked(round_, self.devices, what)
+        lost = [d for d, outcome in found.items() if isinstance(outcome, Lost)]
+        for d in lost:
+            self.lost(d)
+        found |= self.asked(round_, lost, what)
+        for d, outcome in found.items():
+            if isinstance(outcome, Lost):
+                raise LostError(f"{d} cannot read a downlink made for a new device: {outcome.reason}")
+        return {d: e for d, e in found.items() if isinstance(e, Evaluated)}
+
+    def asked(self, round_: int, devices: Iterable[str], what: Evaluation) -> dict[str, Evaluated | Lost]:
+        """What each device makes of its downlink; after the last round no device has a place."""
+        places = dict.fromkeys(devices, 0)
+        return dict(zip(places, self.workers.evaluate(round_, *self.turns(round_, places), what), strict=True))
 
     def look(self, round_: int) -> Scores | None:
         """Every device's score from the downlink of `round_`. The run goes on unchanged."""

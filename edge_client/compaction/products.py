@@ -119,26 +119,23 @@ def _any(a: Bools, b: Bools) -> Bools:
 
 
 def _product_forward(s: Study, node: NodeProto) -> None:
-    first, second, _, third = operands(s, node)
-    a, b = _factor(s, first, False), _second(s, node)
-    varies = _any(a[1], b[1] | (b[0] != 0)) | _any(a[1] | (a[0] != 0), b[1])
-    value = np.matmul(a[0], b[0])
+    first, second, _, bias = operands(s, node)
+    a, a_varies, a_label = _factor(s, first, False)
+    b, b_varies, b_label = _second(s, node)
+    varies = _any(a_varies, b_varies | (b != 0)) | _any(a_varies | (a != 0), b_varies)
+    value = np.matmul(a, b)
     if second in s.varies and _averages(s, first):  # the average of one constant is that constant
-        same = ~b[1].any(axis=-2, keepdims=True) & (b[0] == b[0][..., :1, :]).all(axis=-2, keepdims=True)
-        varies, value = varies & ~same, np.where(same, b[0][..., :1, :], value)
-    if third:
-        value = value + s.net.constants[third]
-    out = node.output[0]
-    shape = s.shape(out)
-    if second in s.net.constants and b[0].ndim == 2:
-        label: NDArray[np.int64] = np.broadcast_to(np.arange(shape[-1]), shape)
-        rows = a[2][..., :1]
-    else:
-        label = np.broadcast_to(b[2][..., :1, :], shape)
-        rows = a[2][..., :1]
-    if first in s.net.constants and a[0].ndim == 2:
+        same = ~b_varies.any(axis=-2, keepdims=True) & (b == b[..., :1, :]).all(axis=-2, keepdims=True)
+        varies, value = varies & ~same, np.where(same, b[..., :1, :], value)
+    if bias:
+        value = value + s.net.constants[bias]
+    shape = s.shape(node.output[0])
+    rows, columns = a_label[..., :1], b_label[..., :1, :]
+    if first in s.net.constants and a.ndim == 2:  # a layer: each of its outputs has a label of its own
         rows = np.arange(shape[-2])[:, None] * np.ones_like(rows)
-    s.learn(out, value, varies, mixed(label, np.broadcast_to(rows, shape)))
+    if second in s.net.constants and b.ndim == 2:
+        columns = np.arange(shape[-1])
+    s.learn(node.output[0], value, varies, mixed(np.broadcast_to(columns, shape), np.broadcast_to(rows, shape)))
 
 
 def _product_backward(s: Study, node: NodeProto) -> None:

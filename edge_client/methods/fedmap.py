@@ -331,28 +331,31 @@ class FedMap(Coded):
         """theta_t and M_t, whole or from what the device kept. Raises LostError, PayloadError."""
         model, manifest, arrays = a.model, a.model.manifest, downlink.arrays
         allow_only(downlink, *(("values", MASK) if "values" in arrays else ("change",)), "buffers")
-        own = model.buffers if kept is None else kept.buffers
         if not arrays and a.round == 1:
-            received = Received(model.parameters, np.ones(prunable(manifest).size, np.bool_), own)
+            theta, mask = model.parameters, np.ones(prunable(manifest).size, np.bool_)
         elif "values" in arrays:
             mask = decoded_mask(manifest, downlink)
             live = alive(manifest, mask)
-            values = vector(downlink, "values", int(np.count_nonzero(live)))
-            received = Received(expanded(model, live, values), mask, own)
+            theta = expanded(model, live, vector(downlink, "values", int(np.count_nonzero(live))))
         else:
-            if kept is None or kept.round != a.round - 1:
-                held = "nothing" if kept is None else f"the model of round {kept.round}"
-                raise LostError(f"the change of round {a.round - 1} was received, but {held} is held here")
-            before = unpacked(manifest, kept.mask)
-            live = alive(manifest, before)
-            change = vector(downlink, "change", kept.values.size)
-            theta = moved(manifest, expanded(model, live, kept.values), before, change)
-            received = Received(theta, self.pruned(a.course, a.round, theta, before), own)
-        found = fingerprint(bitset.pack(received.mask), received.theta[alive(manifest, received.mask)])
+            theta, mask = self.followed(a, kept, downlink)
+        found = fingerprint(bitset.pack(mask), theta[alive(manifest, mask)])
         check_fingerprint(downlink, found, LostError if "change" in arrays else PayloadError)
-        if arrays and self.sent_buffers(manifest):
-            received = replace(received, buffers=self.buffers(downlink, manifest))
-        return received
+        own = model.buffers if kept is None else kept.buffers
+        sent = bool(arrays) and self.sent_buffers(manifest)
+        return Received(theta, mask, self.buffers(downlink, manifest) if sent else own)
+
+    def followed(self, a: Assignment, kept: Kept | None, downlink: Payload) -> tuple[F32, Bits]:
+        """theta_t and M_t from those of the round before and the change. Raises LostError, PayloadError."""
+        manifest = a.model.manifest
+        if kept is None or kept.round != a.round - 1:
+            held = "nothing" if kept is None else f"the model of round {kept.round}"
+            raise LostError(f"the change of round {a.round - 1} was received, but {held} is held here")
+        before = unpacked(manifest, kept.mask)
+        change = vector(downlink, "change", kept.values.size)
+        theta = moved(manifest, expanded(a.model, alive(manifest, before), kept.values), before, change)
+        mask = self.pruned(a.course, a.round, theta, before)  # theta becomes zero outside it
+        return theta, mask
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """A few epochs of SGD on the weights that remain, from theta_t; with `dr` from y, held near it."""

@@ -223,49 +223,37 @@ class Lattice(Settings):
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
         """N with the round's moves in it; the level of the next ones; the pruning after the last dense round."""
-        state = self.current(course, round_, state)
+        state = skipped(self.current(course, round_, state), round_)
         net = network(course, state.units)
-        part = on_grid(net)
-        reports, weight, each = len(total.samples), math.fsum(total.samples), state.steps
-        if not state.reports:
-            middle = np.median(np.stack(total.rms).astype(np.float64), axis=0).astype(np.float32)
-            each = steps(part, middle, self.first_quantum(course), course.cohort)
-            moved = total.moves * (course.cohort / weight) / spread(part, each)
-        else:
-            moved = total.moves * (course.cohort * state.samples / weight)
+        each, moved = self.summed(course, on_grid(net), state, total)
         after, residual, velocity = applied(state, moved, self.server_momentum)
-        counts = after.astype(np.int32)
-        history = state.history
-        recent = state.recent
-        for _ in range(state.round + 1, round_):  # all of that round's updates were left out
-            history = history.then(np.zeros(0, np.int32), HIGHEST)
-            recent = np.concatenate([recent, state.statistics[None]])
-        onto = state.coarser > 0  # N moves onto the cells, which may just have become coarse
-        history = history.then(counts - state.counts, min(state.lowest, state.cell) if onto else state.cell)
-        bad = state.bad + 1 if self.guarded(net) and median_low(total.gains) > 0 else 0
-        seen = state.reports + reports
-        statistics = state.statistics
-        if len(statistics):
-            statistics = lattice_statistics.as_sent(statistics) + total.statistics.value
+        counts, statistics = after.astype(np.int32), mean_statistics(state, total)
+        finest = min(state.lowest, state.cell)
+        reports = state.reports + len(total.samples)
+        bad = self.guarded(net) and median_low(total.gains) > 0
         now = replace(
             state,
-            counts=counts,
-            steps=each,
-            statistics=statistics,
-            history=history,
-            recent=np.concatenate([recent, statistics[None]])[-lattice_grid.HISTORY - 1 :],
-            first=state.first or round_,
-            round=round_,
-            samples=(state.samples * state.reports + weight) / seen,
-            reports=seen,
-            lowest=state.cell if onto else min(state.lowest, state.cell),
-            bad=bad,
-            residual=residual,
-            velocity=velocity,
-        )
+            counts=counts, steps=each, statistics=statistics, residual=residual, velocity=velocity,
+            # with coarser cells N moves onto them: the change may be finer than a cell, N is not
+            history=state.history.then(counts - state.counts, finest if state.coarser else state.cell),
+            lowest=state.cell if state.coarser else finest,
+            recent=np.concatenate([state.recent, statistics[None]])[-lattice_grid.HISTORY - 1 :],
+            first=state.first or round_, round=round_, reports=reports,
+            samples=(state.samples * state.reports + math.fsum(total.samples)) / reports,
+            bad=state.bad + 1 if bad else 0,
+        )  # fmt: skip
         if round_ < course.rounds:
             now = self.levelled(course, round_, now, total)
         return self.current(course, round_ + 1, now), {}
+
+    def summed(self, course: Course, part: Part, state: State, total: Total) -> tuple[F32, NDArray[np.float64]]:
+        """The steps, and the sum of the moves in them as a full cohort of the mean samples would have it."""
+        weight = math.fsum(total.samples)
+        if state.reports:
+            return state.steps, total.moves * (course.cohort * state.samples / weight)
+        middle = np.median(np.stack(total.rms).astype(np.float64), axis=0).astype(np.float32)
+        each = steps(part, middle, self.first_quantum(course), course.cohort)
+        return each, total.moves * (course.cohort / weight) / spread(part, each)
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
         """The state with the levels of the next round: as the budget has them, and lower after bad rounds."""
@@ -273,18 +261,22 @@ class Lattice(Settings):
         late, like, grown = lattice_levels.lateness(state, n)
         up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
         state = replace(state, spent=state.spent + up + down)
-        free = round_ + self.window(course) < course.rounds and not state.bad
-        free &= state.coarser == self.coarser  # cells that the budget made coarse stay, and moves with them
-        cells = 0 if self.coarser else lattice_levels.coarsest(state, n, course.rounds)
-        if like and free and lattice_levels.settled(state, like):
-            each = up + grown * (down if like == late else self.change_bytes(course, round_, state, like))
-            left = self.allowed(network(course, state.units), n) - state.spent
-            need = (course.rounds - round_ + n) * each / max(each, left)
-            if need > 1:
-                state = lattice_levels.coarse(state, cells) if cells else lattice_levels.raised(state, need, self.top)
+        free = round_ + self.window(course) < course.rounds and not state.bad and state.coarser == self.coarser
+        if free and like and lattice_levels.settled(state, like):
+            typical = down if like == late else self.change_bytes(course, round_, state, like)
+            state = self.within_budget(course, round_, state, n, up + grown * typical)
         if state.bad >= BAD_ROUNDS and state.level > 0:
             state = replace(state, level=state.level - 1, bad=0)
         return state
+
+    def within_budget(self, course: Course, round_: int, state: State, n: float, each: float) -> State:
+        """The state with coarser cells or moves if the rounds left, of `each` bytes, need more than is left."""
+        left = self.allowed(network(course, state.units), n) - state.spent
+        need = (course.rounds - round_ + n) * each / max(each, left)
+        if need <= 1:
+            return state
+        cells = 0 if self.coarser else lattice_levels.coarsest(state, n, course.rounds)
+        return lattice_levels.coarse(state, cells) if cells else lattice_levels.raised(state, need, self.top)
 
     def change_bytes(self, course: Course, round_: int, state: State, rounds: int) -> int:
         """Coded bytes of the next downlink for a device that last took part so many rounds before it."""
@@ -342,6 +334,21 @@ class Lattice(Settings):
                 own = train(net.task(task), parameters, buffers, plan, phase="personal")
                 parameters, buffers = own.parameters, own.buffers
         return net.personal(parameters, buffers)
+
+
+def skipped(state: State, round_: int) -> State:
+    """The state after the rounds before `round_` that counted no update."""
+    for _ in range(state.round + 1, round_):
+        history = state.history.then(np.zeros(0, np.int32), HIGHEST)
+        state = replace(state, history=history, recent=np.concatenate([state.recent, state.statistics[None]]))
+    return state
+
+
+def mean_statistics(state: State, total: Total) -> F32:
+    """The server's statistics after the round; none when they stay on the devices."""
+    if not len(state.statistics):
+        return state.statistics
+    return lattice_statistics.as_sent(state.statistics) + total.statistics.value
 
 
 def applied(state: State, moved: NDArray[np.float64], most: float) -> tuple[NDArray[np.float64], F32, F32]:

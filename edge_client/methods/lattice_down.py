@@ -12,9 +12,10 @@ import numpy as np
 from edge_kernels import bits, lattice
 from edge_kernels.lattice_model import Known
 
+from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods import lattice_grid, lattice_statistics
-from edge_client.methods.lattice_grid import MIDDLE, Counts, sizes, spans
+from edge_client.methods.lattice_grid import HIGHEST, MIDDLE, Counts, sizes, spans
 from edge_client.methods.lattice_network import closeness, on_grid, weights
 from edge_client.methods.lattice_settings import Settings
 from edge_client.methods.lattice_values import Kept, Received, Record, State, cut
@@ -54,18 +55,13 @@ def written(settings: Settings, course: Course, round_: int, state: State, recor
         return Payload(units, {REPORTS: 0} if round_ > 1 else {})
     net, base = network(course, state.units), base_round(round_, record)
     base = 1 if base <= state.first else base  # N was 0 and without steps
-    counts, statistics, rounds = state.counts, state.statistics, 1
-    if round_ > course.rounds:
-        rounds = covered(settings, course, state)
-        counts = state.history.mean(counts, rounds)
-        statistics = state.recent[-rounds:].mean(axis=0, dtype=np.float64).astype(np.float32)
     past = state.round + 1 - base
-    low = state.history.lowest(past) if base > 1 else state.lowest
-    if rounds > 1:
-        low = min(low, state.history.fine(rounds))
-    held = np.zeros_like(counts) if base == 1 else state.history.before(state.counts, past)
-    missed = 0 if base == 1 else round_ - base
-    sent = lattice_statistics.numbers(statistics)
+    if base == 1:
+        missed, low, held = 0, state.lowest, np.zeros_like(state.counts)
+    else:
+        missed, low, held = round_ - base, state.history.lowest(past), state.history.before(state.counts, past)
+    counts, statistics, finest = delivered(settings, course, round_, state)
+    low, sent = min(low, finest), lattice_statistics.numbers(statistics)
     head = DownHead(bits.checksum([counts, sent]), missed, state.level, low, state.samples)
     change = lattice.encode((counts - held) >> low, known(settings, net, base, round_, low, held))
     arrays: Arrays = {CHANGE: u8(head.pack() + change)}
@@ -77,6 +73,15 @@ def written(settings: Settings, course: Course, round_: int, state: State, recor
         before = net.model.buffers if base == 1 else state.recent[-1 - past]
         arrays[STATISTICS] = lattice_statistics.change(sent, lattice_statistics.numbers(before))
     return Payload(arrays)
+
+
+def delivered(settings: Settings, course: Course, round_: int, state: State) -> tuple[Counts, F32, int]:
+    """N, the statistics and N's lowest level as devices receive them: after the last round their means."""
+    rounds = covered(settings, course, state) if round_ > course.rounds else 1
+    if rounds == 1:
+        return state.counts, state.statistics, HIGHEST
+    mean = state.recent[-rounds:].mean(axis=0, dtype=np.float64).astype(np.float32)
+    return state.history.mean(state.counts, rounds), mean, state.history.fine(rounds)
 
 
 def covered(settings: Settings, course: Course, state: State) -> int:
@@ -101,17 +106,17 @@ def read(settings: Settings, a: Assignment, kept: Kept | None, downlink: Payload
         zeros, none = np.zeros(part.size, np.int32), np.zeros(len(part.blocks), np.float32)
         return Received(net, zeros, none, MIDDLE, 0.0, own, net.model.parameters)
     head, data = down_head(bytes_of(downlink, CHANGE))
-    base = a.round - head.missed if head.missed else 1
-    if not head.missed:
-        each, held = vector(downlink, STEPS, len(part.blocks)), np.zeros(part.size, np.int32)
+    if head.missed:
+        base = a.round - head.missed
+        kept = kept_since(net, a, kept, base)
+        each, held, before = kept.steps, kept.counts, kept.statistics
+    else:
+        base, held, before = 1, np.zeros(part.size, np.int32), own
+        each = vector(downlink, STEPS, len(part.blocks))
         if not (each > 0).all():
             raise PayloadError("a step of the downlink is not above 0")
-    else:
-        kept = kept_since(net, a, kept, base)
-        each, held = kept.steps, kept.counts
     sent = np.zeros(0, np.int32)
     if settings.statistics == "mean":
-        before = kept.statistics if kept is not None and head.missed else own
         sent = lattice_statistics.read(downlink, lattice_statistics.numbers(before))
         own = lattice_statistics.values(sent)
     counts = read_counts(a, base, head, data, held, sent, known(settings, net, base, a.round, head.low, held))

@@ -7,6 +7,7 @@ network; `Network` is a course and its tasks on it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -235,22 +236,15 @@ def shrunk(units: Units, most: float) -> list[int]:
     Groups lose the same share of their live units, to within a unit; each keeps one. Without enough units to remove,
     one a group is left.
     """
-    m, now = units.manifest, counts(units)
-    shares = np.concatenate([np.arange(1, n) / n for n in now])
-    owner = np.repeat(np.arange(len(now)), [n - 1 for n in now])[np.argsort(shares, kind="stable")]
-    low, high = 0, len(owner)  # removals: too few, enough (or all there are)
-    if live(m, now) <= most:
-        return now
-    while high - low > 1:
-        middle = (low + high) // 2
-        removed = np.bincount(owner[:middle], minlength=len(now))
-        low, high = (
-            (low, middle)
-            if live(m, [n - int(r) for n, r in zip(now, removed, strict=True)]) <= most
-            else (middle, high)
-        )
-    removed = np.bincount(owner[:high], minlength=len(now))
-    return [n - int(r) for n, r in zip(now, removed, strict=True)]
+    now = counts(units)
+    order = np.argsort(np.concatenate([np.arange(1, n) / n for n in now]), kind="stable")
+    owner = np.repeat(np.arange(len(now)), [n - 1 for n in now])[order]  # the group of each removal
+
+    def after(removals: int) -> list[int]:
+        removed = np.bincount(owner[:removals], minlength=len(now))
+        return [n - int(r) for n, r in zip(now, removed, strict=True)]
+
+    return after(bisect_left(range(len(owner)), True, key=lambda n: live(units.manifest, after(n)) <= most))
 
 
 def _split(manifest: Manifest, alive: Bits) -> list[Bits]:
