@@ -298,7 +298,7 @@ def run_cells(
 
 
 def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], full: bool) -> None:
-    """Write the result of all cells that belong to the file as it is, whatever this start was asked to run."""
+    """Write the result of every finished cell of the present file, also of those that this start did not run."""
     seeds = tuple(sorted({run["seed"] for run in done.values() if not run["validation"]}))
     found: dict[str, tuple[Cell, Run, bool]] = {}
     for cell in reproduction.cells(r, seeds):
@@ -317,7 +317,7 @@ def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], fu
 
 
 def write(folder: Path, result: Run) -> None:
-    """Write a result, its table and its plots; what is there and says the same is left as it is.
+    """Write a result, its table and its plots; an unchanged file is not written again.
 
     While every run is the same, the commit and the machine stay those of the result that is there, whatever else the
     reproduction's file says now.

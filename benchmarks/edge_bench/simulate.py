@@ -103,7 +103,7 @@ class Simulation:
     vain: int = 0
     """Bytes of downlinks that a device could not read."""
     sent: dict[tuple[int, str], Encoded] = field(default_factory=dict)
-    """By round and audience, for the state as it is."""
+    """The downlinks of the present state, by round and audience."""
 
     def turns(self, round_: int, places: Mapping[str, int]) -> tuple[list[Turn], dict[str, bytes]]:
         """What the workers get: the turn of each device in `places`, and the downlinks by audience."""

@@ -183,7 +183,7 @@ class Devices:
         messages[name] = messages.get(name, 0) + size
 
     def fetched(self, device: str, size: int) -> None:
-        """A device has fetched so many bytes of a payload."""
+        """A device has fetched `size` bytes of a payload."""
         self.note(device)
         metrics.BYTES.labels("down", "downlink").inc(size)
         self._change(device).bytes_down += size

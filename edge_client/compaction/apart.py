@@ -24,8 +24,8 @@ _ELSEWHERE = frozenset({"Concat", "Gather", "Slice"})
 
 def part_batch(net: Net) -> None:
     """Write what `net` computes on axes that merge the batch with others on those axes apart, in place."""
-    # Of a value with such an axis: the same on axes apart, and where the batch is there. Rows merged with axes on both
-    # sides of the batch have more axes apart than one; only linear layers and reshapes read those.
+    # By value: its copy with a batch axis of its own, and that axis. A copy whose rows were merged with axes on both
+    # sides of the batch has more axes apart than one; only linear layers and reshapes read it.
     apart: dict[str, tuple[str, int]] = {}
     same: dict[str, str] = {}
     nodes, net.nodes = net.nodes, []

@@ -250,8 +250,8 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
     whole = [k for k in pieces if w.study.shape(node.input[k]) == shape]
     if len(pieces) == len(whole) == 1 and _alone(w, node, found, whole[0]):
         return
-    # Axes with one list in all inputs keep it. Where lists differ, the wanted entries are brought together, or along
-    # the last axis, where moving is dear, all those that one input holds.
+    # An axis that all inputs list alike keeps its list. Of others only the wanted entries stay; along the last axis,
+    # where gathers are slow, all entries of the input that has the most of them.
     lists = {k: w.lists(node.input[k]) for k in pieces}
     target = []
     for axis, wanted in enumerate(w.study.wanted(out)):

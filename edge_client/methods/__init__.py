@@ -188,9 +188,9 @@ class Method(BaseModel):
         ...
 
     def sized(self, state: Any, fleet: int) -> Any:
-        """The state of a federation of so many devices. Called before every `finish`.
+        """The state of a federation with `fleet` devices. Called before every `finish`.
 
-        `fleet` counts those that have asked for work at any time and are not removed. It may change between rounds.
+        These have asked for work at any time and are not removed. Their number may change between rounds.
         """
         return state
 

@@ -118,7 +118,7 @@ def float32(values: NDArray[np.float64]) -> F32:
 
 
 def influence(start: Weights, update: Update) -> Influence:
-    """That of an update by its distance from the values that it was trained from."""
+    """The distance of an update from the values that it was trained from, and its samples."""
     moved, statistics = distance(update.parameters, start.parameters), distance(update.buffers, start.buffers)
     return Influence(moved, update.samples, statistics)
 

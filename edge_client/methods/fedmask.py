@@ -114,7 +114,7 @@ class FedMask(Method):
     keep: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the pruned layers' weights that a device keeps (the paper's p_r); 1 prunes nothing."""
     prune_layers: Annotated[int, Field(ge=0)] | tuple[str, ...] = 2
-    """The last masked layers, at most so many, or layers by name."""
+    """How many of the last masked layers are pruned at most, or their names."""
     head: Head | None = None
     """`local`: the last layer is float32, trained and kept on the device."""
     group_lasso: Annotated[float, Field(ge=0, le=100)] | None = None

@@ -78,9 +78,9 @@ from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, 
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 BAD_ROUNDS = 2  # in a row that halve the steps
-FIRST = 0.25  # of the quantum, for the moves of the first round: their dither is not stratified
-FEW = 64  # moves of a device with the mean samples below which updates are not told apart by their size
-UPWARD = 0.3  # added before rounding down: what is just above half a cell stays, else noise would move N to and fro
+FIRST = 0.25  # of the quantum, in round 1: each device has its own steps then, so stratified dither does not cancel
+FEW = 64  # moves: the least size that the norm guard gives to an update of a device with the mean samples
+UPWARD = 0.3  # added before rounding down: from .7 of a cell on N moves, so noise about half a cell does not flip it
 
 MOVES, STATISTICS = "moves", lattice_statistics.NAME
 
@@ -279,7 +279,7 @@ class Lattice(Settings):
         return lattice_levels.coarse(state, cells) if cells else lattice_levels.raised(state, need, self.top)
 
     def change_bytes(self, course: Course, round_: int, state: State, rounds: int) -> int:
-        """Coded bytes of the next downlink for a device that last took part so many rounds before it."""
+        """Coded bytes of the next downlink for a device whose last round lies `rounds` rounds before it."""
         down = self.downlink(course, round_ + 1, state, Record(round_ + 1 - rounds)).arrays
         return sum(down[name].size for name in (CHANGE, STATISTICS) if name in down)
 

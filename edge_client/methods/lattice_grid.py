@@ -165,7 +165,7 @@ class History:
     levels: NDArray[np.int64]
 
     def mean(self, counts: Counts, rounds: int) -> Counts:
-        """The mean of N over so many rounds, the last one `counts`, rounded to the level `fine`."""
+        """The mean of the last `rounds` N, of which `counts` is the latest, as a multiple of 2^`fine(rounds)`."""
         level, back = self.fine(rounds), np.zeros(counts.size, np.int64)
         for past in range(1, rounds):
             back += counts - self.before(counts, past)
@@ -173,15 +173,15 @@ class History:
         return (counts - whole).astype(np.int32)
 
     def fine(self, rounds: int) -> int:
-        """The level of the mean of N over so many rounds: quarters of their cells, since halves would be much noise."""
+        """The level of the mean of the last `rounds` N: quarters of their cells; halves would add noise."""
         return max(0, self.lowest(rounds) - 2)
 
     def lowest(self, rounds: int) -> int:
-        """The lowest level of the last rounds, so many; HIGHEST for none."""
+        """The lowest level of the last `rounds` changes; HIGHEST for 0 rounds."""
         return int(self.levels[len(self.levels) - rounds :].min(initial=HIGHEST))
 
     def before(self, counts: Counts, rounds: int) -> Counts:
-        """N as it was so many rounds ago."""
+        """N as it was `rounds` rounds ago."""
         first = int(self.lengths[: len(self.lengths) - rounds].sum())
         held = counts.astype(np.int64)
         np.subtract.at(held, self.places[first:], self.values[first:])

@@ -34,7 +34,7 @@ def lateness(state: State, n: float) -> tuple[int, int, float]:
 
 
 def settled(state: State, rounds: int) -> bool:
-    """Whether N changed by the present cell, or not at all, in each of the last rounds, so many."""
+    """Whether each of the last `rounds` changes of N was in present cells or empty."""
     last, lengths = state.history.levels[-rounds:], state.history.lengths[-rounds:]
     return bool(((last == state.cell) | (lengths == 0)).all())
 
@@ -51,7 +51,7 @@ def between(state: State, reports: int) -> float:
 def coarsest(state: State, n: float, rounds: int) -> int:
     """The level of a cell above the first moves where the rounds of a device are far apart; 0 elsewhere.
 
-    The fleet may grow: moves that are coarser than the first ones by then keep their cells.
+    Also 0 where moves are coarser than the first ones by then: a fleet may grow.
     """
     far = n >= FAR and state.level <= MIDDLE
     return max(0, min(COARSEST, round(math.log2(rounds / SHORT)))) if far else 0
@@ -67,9 +67,9 @@ def coarse(state: State, level: int) -> State:
 
 
 def raised(state: State, need: float, top: int) -> State:
-    """The state with coarser moves, where the rounds left need so many times, above 1, what is left.
+    """The state with coarser moves, where the rounds left need `need` > 1 times the bytes that are left.
 
-    A level for each factor of 2, up to the level `top`; what is needed beyond that exceeds the budget.
+    They rise a level for each factor of 2, up to the level `top`; the rest of the need exceeds the budget.
     """
     rise = min(math.ceil(math.log2(need)), MOST_RISE)
     return replace(state, level=min(state.level + rise, max(state.level, top)))

@@ -17,7 +17,7 @@ from edge_client.parts import Part
 
 
 def on_grid(net: Network) -> Part:
-    """Its parameters on the grid."""
+    """The network's trainable parameters."""
     return grid(net.model.manifest)
 
 
@@ -27,7 +27,7 @@ def whole_size(net: Network) -> int:
 
 
 def live(net: Network) -> NDArray[np.int64]:
-    """Where its counts lie among those of the whole network."""
+    """Where the network's counts lie among those of the whole one, int64[n]."""
     part = grid(net.origin.model.manifest)
     if net.units is None:
         return np.arange(part.size)

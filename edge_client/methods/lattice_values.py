@@ -20,35 +20,44 @@ from edge_client.methods.units import Network
 
 @dataclass(frozen=True)
 class State:
-    """The global model and what it takes to go on.
-
-    `counts` int32[n] is N. `steps` float32[tensors] are those of level MIDDLE; zeros before any update was counted.
-    `statistics` float32[buffers_d] are exact, `recent` float32[rounds, buffers_d] those at the end of the last rounds.
-    `residual` float32[n] is what N lacks, `velocity` float32[n] is V, of which a round adds a share.
-    `first` and `round` are the first and the last round that counted an update, 0 before. `samples` is the mean over
-    `reports` updates. `level` is that of the next moves, `coarser` how many levels a change of N is above them.
-    N is whole in units of 2^`lowest`. `spent` are the estimated bytes of a device in all rounds. `bad` counts
-    the bad rounds in a row. `fleet` is that of `Method.sized`. `units` are packed bits, None before the pruning.
-    """
+    """The global model and what it takes to go on. A counted round has an update that was counted."""
 
     counts: Counts
+    """N, int32[n]."""
     steps: F32
+    """Of level MIDDLE, float32[tensors]; zeros before the first counted round."""
     statistics: F32
+    """Batch-norm statistics, float32[buffers_d], not rounded."""
     history: History
+    """The changes of N in the last rounds."""
     recent: F32
+    """The statistics at the end of the last rounds, float32[rounds, buffers_d]."""
     residual: F32
+    """R, what N lacks, float32[n]."""
     velocity: F32
+    """V, of which a round adds a share, float32[n]."""
     first: int = 0
+    """The first counted round; 0 before it."""
     round: int = 0
+    """The last counted round."""
     samples: float = 0.0
+    """The mean samples of all updates."""
     reports: int = 0
+    """The number of all updates."""
     level: int = MIDDLE
+    """The level of the next moves."""
     coarser: int = 0
+    """How many levels a change of N is above the moves."""
     lowest: int = HIGHEST
+    """N is a multiple of 2^`lowest`."""
     spent: float = 0.0
+    """Estimated bytes of a device in all rounds."""
     bad: int = 0
+    """Bad rounds in a row (`lattice.BAD_ROUNDS`)."""
     fleet: int = 0
+    """The number of devices (`Method.sized`)."""
     units: Packed | None = None
+    """The units that are left, packed bits; None before the pruning."""
 
     @property
     def cell(self) -> int:

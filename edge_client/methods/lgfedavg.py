@@ -63,7 +63,7 @@ class LGFedAvg(Coded):
     one_time_down: ClassVar[frozenset[str]] = frozenset({"body", "statistics"})
 
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 2
-    """The last so many maskable layers are global."""
+    """How many of the last maskable layers are global."""
     global_rounds: Annotated[int, Field(ge=0, le=1_000_000)] = 10
     """Rounds of federated averaging of the whole model before."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 1

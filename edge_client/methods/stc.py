@@ -83,7 +83,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Received:
-    """The global model."""
+    """The global model and its version."""
 
     model: Weights
     version: int

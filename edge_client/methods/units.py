@@ -100,7 +100,7 @@ def unpacked(manifest: Manifest, packed: Packed) -> Units:
 
 
 class Same:
-    """A value as a key, by identity: to compare two manifests takes as long as what is kept for one."""
+    """A value as a key of `lru_cache`, by identity: to compare two manifests would take too long."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -222,7 +222,7 @@ def counts(units: Units) -> list[int]:
 
 
 def live(manifest: Manifest, counts: Sequence[int]) -> int:
-    """The parameters of a network with so many units in each group."""
+    """The number of parameters of a network with `counts[i]` units in group i."""
     shapes = {t.name: list(t.shape) for t in manifest.parameters}
     for group, n in zip(manifest.groups, counts, strict=True):
         for p in (p for p in group.places if p.tensor in shapes):

@@ -60,7 +60,7 @@ class Uplink:
         return self.codec == PLAIN and self.exact
 
     def limit(self, size: int) -> int:
-        """The most bytes that so many values take."""
+        """The most bytes that `size` values take."""
         return 4 * size if self.codec == PLAIN else values.limit(size, len(self.ends) or 1)
 
     # --- client half
