@@ -19,7 +19,7 @@ from rich.table import Table
 
 from edge_client.errors import ConfigError, suggestion
 from edge_client.methods import Method, Range, make_method
-from edge_client.methods.fedmask import FedMask
+from edge_client.methods.fedmask.method import FedMask
 
 BOUNDS = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}
 USUAL: Mapping[str, str] = {

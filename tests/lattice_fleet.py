@@ -14,8 +14,8 @@ from rounds import stored
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.data import DeviceData
 from edge_client.errors import LostError
-from edge_client.methods.lattice import MOVES, Lattice
-from edge_client.methods.lattice_grid import grid, spread
+from edge_client.methods.lattice.grid import spread, trainable
+from edge_client.methods.lattice.method import MOVES, Lattice
 from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Course, Local, Task
@@ -132,4 +132,4 @@ class Fleet:
 
     def scaled(self, counts: NDArray[Any]) -> NDArray[np.float64]:
         """Counts as a change of the weights."""
-        return spread(grid(self.m), self.method.unit(self.course, self.state.steps)).astype(np.float64) * counts
+        return spread(trainable(self.m), self.method.unit(self.course, self.state.steps)).astype(np.float64) * counts

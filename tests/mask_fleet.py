@@ -12,7 +12,7 @@ from numpy_mlp import clusters, course, mlp, model, secret, task
 from rounds import stored
 
 from edge_client.bundle import F32, Bits, Manifest
-from edge_client.methods.bernoulli import BernoulliMasks, HeadUpdate
+from edge_client.methods.shared.bernoulli import BernoulliMasks, HeadUpdate
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Course, Local, Task
 from edge_client.training import Gradient

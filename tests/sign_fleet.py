@@ -16,7 +16,7 @@ from coord_server.aggregation import Contribution
 from edge_client import local
 from edge_client.bundle import F32, Manifest, Model, generate
 from edge_client.errors import LostError
-from edge_client.methods.signs import SignMasks, Update
+from edge_client.methods.shared.signs import SignMasks, Update
 from edge_client.narrow import Channels
 from edge_client.protocol.metrics import METRICS, apart
 from edge_client.protocol.payload import Arrays, Payload, decode, encode

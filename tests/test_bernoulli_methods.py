@@ -16,11 +16,11 @@ from rounds import stored
 
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods.bernoulli import BernoulliMasks, HeadUpdate
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask
 from edge_client.methods.fedpm import FedPM
-from edge_client.methods.theta import Posterior
+from edge_client.methods.shared.bernoulli import BernoulliMasks, HeadUpdate
+from edge_client.methods.shared.theta import Posterior
 from edge_client.protocol.payload import Arrays, Payload, encode
 from edge_client.training.gates import draw, sigmoid
 

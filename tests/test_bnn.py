@@ -12,8 +12,9 @@ from numpy_mlp import mlp
 from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped, signs_of
 
 from edge_client.errors import ConfigError, PayloadError
-from edge_client.methods import make_method, signs
+from edge_client.methods import make_method
 from edge_client.methods.bnn import BnnFedAvg
+from edge_client.methods.shared import signs
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 from edge_client.training.gates import ClippedSign

@@ -19,7 +19,7 @@ from numpy_mlp import assignment, mlp
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods.coupled import Coupled, Held, Kept, scaled
 from edge_client.methods.fedpm import FedPM
-from edge_client.methods.theta import Posterior
+from edge_client.methods.shared.theta import Posterior
 from edge_client.protocol.payload import Payload, encode
 from edge_client.task import Assignment
 

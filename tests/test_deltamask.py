@@ -16,8 +16,8 @@ from rounds import stored
 
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
-from edge_client.methods.bernoulli import Votes
 from edge_client.methods.deltamask import DeltaMask, most_telling
+from edge_client.methods.shared.bernoulli import Votes
 from edge_client.protocol.payload import Payload
 from edge_client.training.gates import sigmoid
 

@@ -23,7 +23,7 @@ from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.federated_pruning_lamp import FederatedPruningLamp
 from edge_client.methods.fedmap import DouglasRachford, FedMap, Kept, Received, State
-from edge_client.methods.pruned import MASK, alive, fingerprint, prunable, unmasked, unpacked
+from edge_client.methods.shared.pruned import MASK, alive, fingerprint, prunable, unmasked, unpacked
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Assignment, Course, Local, Task
 from edge_client.training import Gradient

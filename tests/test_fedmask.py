@@ -20,9 +20,10 @@ from edge_client import local
 from edge_client.bundle import Init, Input, Layer, Manifest, Model, Tensor
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.flat import to_arrays
-from edge_client.methods import bits_digest, changes, make_method
-from edge_client.methods.fedmask import Choice, FedMask, State
-from edge_client.methods.fedmask_wire import Held, Kept, Record
+from edge_client.methods import bits_digest, make_method
+from edge_client.methods.fedmask.method import Choice, FedMask, State
+from edge_client.methods.fedmask.wire import Held, Kept, Record
+from edge_client.methods.shared import changes
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.targets import Classification
 from edge_client.task import Assignment, Local, Task

@@ -12,8 +12,8 @@ from numpy_mlp import assignment, course, mlp, secret
 
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
-from edge_client.methods.bernoulli import HeadUpdate
 from edge_client.methods.fedpm import FedPM
+from edge_client.methods.shared.bernoulli import HeadUpdate
 from edge_client.protocol.payload import Payload
 from edge_client.training.gates import sigmoid
 

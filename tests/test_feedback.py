@@ -11,7 +11,7 @@ from edge_client.errors import ConfigError
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.lgfedavg import LGFedAvg
-from edge_client.methods.value_changes import update_stream
+from edge_client.methods.shared.value_changes import update_stream
 from edge_client.task import Assignment
 
 

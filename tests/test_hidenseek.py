@@ -16,9 +16,10 @@ from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped
 
 from edge_client.bundle import Init, Model, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
-from edge_client.methods import make_method, signs
+from edge_client.methods import make_method
 from edge_client.methods.hidenseek import HideNseek
-from edge_client.methods.units import UNITS, chosen, network, unpacked
+from edge_client.methods.shared import signs
+from edge_client.methods.shared.units import UNITS, chosen, network, unpacked
 from edge_client.narrow import narrow
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment

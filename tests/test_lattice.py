@@ -19,19 +19,19 @@ from numpy_mlp import NumpyMlp, clusters, mlp, model
 from coord_server import guard
 from edge_client.bundle import F32, Manifest
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import lattice as method_module
-from edge_client.methods import lattice_grid as grid_module
-from edge_client.methods import lattice_settings as settings_module
-from edge_client.methods import lattice_statistics
-from edge_client.methods.averaging import Mean
-from edge_client.methods.lattice import MOVES, Lattice
-from edge_client.methods.lattice_down import CHANGE
-from edge_client.methods.lattice_grid import HISTORY, MIDDLE, closeness, dither, grid, rms, spans, spread, steps
-from edge_client.methods.lattice_levels import between, coarse, coarsest, lateness, raised, settled
-from edge_client.methods.lattice_train import Plan, train
-from edge_client.methods.lattice_values import Record, Total
-from edge_client.methods.lattice_wire import UpHead, up_head
-from edge_client.methods.units import network
+from edge_client.methods.lattice import batch_norm
+from edge_client.methods.lattice import grid as grid_module
+from edge_client.methods.lattice import method as method_module
+from edge_client.methods.lattice import settings as settings_module
+from edge_client.methods.lattice.delivery import CHANGE
+from edge_client.methods.lattice.grid import HISTORY, MIDDLE, closeness, dither, rms, spans, spread, steps, trainable
+from edge_client.methods.lattice.levels import between, coarse, coarsest, lateness, raised, settled
+from edge_client.methods.lattice.method import MOVES, Lattice
+from edge_client.methods.lattice.train import Plan, train
+from edge_client.methods.lattice.values import Record, Total
+from edge_client.methods.lattice.wire import UpHead, up_head
+from edge_client.methods.shared.averaging import Mean
+from edge_client.methods.shared.units import network
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
 
@@ -333,8 +333,8 @@ def test_the_moves_of_a_device_of_very_many_samples_are_coarse_and_mean_what_the
     fleet.play("a", "b", "c")
     a, local = fleet.task("c", 2).assignment, fleet.local["c"]
     update = fleet.method.read_update(a, before, None, local.update)
-    change = grid(M).gather(local.trained.parameters) - grid(M).gather(received.parameters)
-    exact = change * 100.0 / spread(grid(M), before.steps)
+    change = trainable(M).gather(local.trained.parameters) - trainable(M).gather(received.parameters)
+    exact = change * 100.0 / spread(trainable(M), before.steps)
     assert update.scale == 2.0**3
     assert np.abs(update.moves * update.scale - exact).max() < update.scale
     assert np.abs(update.moves).max() > 1  # they are not cut to nothing
@@ -573,7 +573,8 @@ def test_after_the_last_round_every_device_receives_the_mean_of_the_last_rounds_
         fleet.play(*("abc" if round_ < 5 else "ab"))
         after.append(fleet.moved())
     due = np.mean(after[-4:], axis=0)
-    quarter = spread(grid(M), fleet.method.unit(fleet.course, fleet.state.steps)).astype(np.float64) * 2 ** (MIDDLE - 2)
+    unit = spread(trainable(M), fleet.method.unit(fleet.course, fleet.state.steps)).astype(np.float64)
+    quarter = unit * 2 ** (MIDDLE - 2)
     for device in "abcx":
         moved = fleet.receive(device).parameters - fleet.course.model.parameters
         assert np.allclose(np.round(due / quarter) * quarter, moved, atol=1e-4)
@@ -699,7 +700,7 @@ def test_a_sum_is_rounded_away_from_0_only_from_seven_tenths_of_a_cell() -> None
 def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
     """The numbers that a device sent in the last round; the model before it is what the device kept."""
     a = Assignment(fleet.course, fleet.round, device, place)
-    known = lattice.up(dither(a, D), spans(grid(M)), np.abs(fleet.kept[device].counts) >> MIDDLE)
+    known = lattice.up(dither(a, D), spans(trainable(M)), np.abs(fleet.kept[device].counts) >> MIDDLE)
     return lattice.decode(up_head(fleet.local[device].update.arrays[MOVES].tobytes())[1], known)
 
 
@@ -722,10 +723,10 @@ def test_the_server_s_statistics_are_the_mean_of_what_the_devices_sent_weighted_
     data = {"a": samples(0, 4), "b": samples(1, 8), "c": samples(2, 12)}
     fleet = Fleet(Lattice(epochs=1, lr=0.1, batch=4), data, m=NORMED, trainer=pull(NORMED))
     before = fleet.state.statistics
-    held = lattice_statistics.numbers(before)
-    assert (before != lattice_statistics.values(held)).all()
+    held = batch_norm.numbers(before)
+    assert (before != batch_norm.values(held)).all()
     fleet.play(*"abc")
-    sent = [lattice_statistics.values(lattice_statistics.read(fleet.local[d].update, held)) for d in "abc"]
+    sent = [batch_norm.values(batch_norm.read(fleet.local[d].update, held)) for d in "abc"]
     assert fleet.state.statistics == pytest.approx(np.average(sent, axis=0, weights=[4, 8, 12]), rel=1e-5)
 
 
@@ -736,7 +737,7 @@ def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:
     fleet.play("a", "b")
     assert np.allclose(fleet.state.statistics, 1.25, rtol=0.03)  # a quarter more in every step
     for device in ("a", "c", "new"):  # one of them missed a round, one has nothing
-        assert np.array_equal(fleet.receive(device).statistics, lattice_statistics.as_sent(fleet.state.statistics))
+        assert np.array_equal(fleet.receive(device).statistics, batch_norm.as_sent(fleet.state.statistics))
     assert not fleet.lost
     own = Fleet(Lattice(epochs=1, lr=0.1, statistics="local"), THREE, m=NORMED, trainer=pull(NORMED))
     own.play(*"abc")
@@ -750,25 +751,25 @@ def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:
     hnp.arrays(np.float32, st.integers(0, 30), elements=st.floats(-(2.0**127), 2.0**127, width=32)), st.integers(0, 9)
 )
 def test_statistics_as_whole_numbers_keep_their_digits(values: F32, seed: int) -> None:
-    whole = lattice_statistics.numbers(values)
-    back = lattice_statistics.values(whole)
+    whole = batch_norm.numbers(values)
+    back = batch_norm.values(whole)
     assert (np.abs(back - values) <= (np.abs(values) + 2.0**-10) / 60).all()
-    assert np.array_equal(lattice_statistics.numbers(back), whole)
+    assert np.array_equal(batch_norm.numbers(back), whole)
     order = np.argsort(values)
     assert (np.diff(whole[order]) >= 0).all()
     other = np.random.default_rng(seed).permutation(whole)
-    sent = Payload({"statistics": lattice_statistics.change(whole, other)} if len(whole) else {})
-    assert np.array_equal(lattice_statistics.read(sent, other), whole)
+    sent = Payload({"statistics": batch_norm.change(whole, other)} if len(whole) else {})
+    assert np.array_equal(batch_norm.read(sent, other), whole)
 
 
 def test_rounding_of_statistics_at_random_is_right_on_average() -> None:
     values = np.float32([0.003, 0.7, -2.5, 40.0])
     rounds, course = 400, Course(model(M), 3, 400, 2)
-    drawn = [lattice_statistics.dither(Assignment(course, r, "a", r % 2), 4) for r in range(1, rounds + 1)]
-    sent = [lattice_statistics.values(lattice_statistics.numbers(values, up)) for up in drawn]
+    drawn = [batch_norm.dither(Assignment(course, r, "a", r % 2), 4) for r in range(1, rounds + 1)]
+    sent = [batch_norm.values(batch_norm.numbers(values, up)) for up in drawn]
     assert np.allclose(np.mean(sent, axis=0), values, rtol=0.004)
     assert len({x[1] for x in sent}) == 2
-    both = [lattice_statistics.dither(Assignment(course, 1, "a", place), 4) for place in (0, 1)]
+    both = [batch_norm.dither(Assignment(course, 1, "a", place), 4) for place in (0, 1)]
     assert np.allclose((both[1] - both[0]) % 1, 0.5)
 
 
@@ -777,7 +778,7 @@ def test_a_statistic_that_an_update_makes_infinite_is_refused() -> None:
     fleet.play("a")
     far = np.full(4, 3e38, np.float32)
     fleet.state = replace(fleet.state, statistics=-far)
-    sent = lattice_statistics.change(lattice_statistics.numbers(far), lattice_statistics.numbers(-far))
+    sent = batch_norm.change(batch_norm.numbers(far), batch_norm.numbers(-far))
     fleet.change = lambda device, p: replace(p, arrays={**p.arrays, "statistics": sent})
     with pytest.raises(PayloadError, match="infinite"):
         fleet.play("a")
@@ -785,15 +786,15 @@ def test_a_statistic_that_an_update_makes_infinite_is_refused() -> None:
 
 def test_damaged_statistics_are_refused() -> None:
     held = np.zeros(4, np.int32)
-    good = lattice_statistics.change(np.int32([5, -3, 0, 1]), held)
-    far = lattice_statistics.change(np.int32([lattice_statistics.MOST + 1, 0, 0, 0]), held)
+    good = batch_norm.change(np.int32([5, -3, 0, 1]), held)
+    far = batch_norm.change(np.int32([batch_norm.MOST + 1, 0, 0, 0]), held)
     for arrays in ({}, {"statistics": good.astype(np.float16)}, {"statistics": good[:-1]}, {"statistics": far}):
         with pytest.raises(PayloadError):
-            lattice_statistics.read(Payload(arrays), held)
+            batch_norm.read(Payload(arrays), held)
 
 
 def test_a_tensor_that_moves_more_has_a_finer_step() -> None:
-    part = grid(M)
+    part = trainable(M)
     change = np.ones(D, np.float32)
     change[part.places[0]] = 4.0
     each = rms(part, change)
@@ -805,7 +806,7 @@ def test_a_tensor_that_moves_more_has_a_finer_step() -> None:
 
 def test_the_step_of_a_tensor_that_moves_alone_is_a_fiftieth_of_the_others_at_the_least() -> None:
     """The last bias has 2 of 10,302 parameters, so by the rule its step would be sqrt(2 / 10302) = .014 of theirs."""
-    part = grid(mlp(100, 100, 2))
+    part = trainable(mlp(100, 100, 2))
     assert [p.stop - p.start for p in part.places] == [10_000, 100, 200, 2]
     found = steps(part, np.array([0, 0, 0, 1], np.float32), 10, 7)
     assert found / found[0] == pytest.approx([1, 1, 1, 0.02])
@@ -834,7 +835,7 @@ def test_one_hostile_update_moves_the_model_no_further_than_the_limit() -> None:
     assert claimed.norm * claimed.weight == pytest.approx(30_000 * D)
     assert usual.norm * usual.weight == pytest.approx(max(D, 64))
     limited = fleet.method.limited(a, fleet.state, update, 1e-3, 80.0)
-    assert np.abs(fleet.method.moved(a, grid(M), limited)).sum() == pytest.approx(30_000 * D * 1e-3 * 80 / 1e9)
+    assert np.abs(fleet.method.moved(a, trainable(M), limited)).sum() == pytest.approx(30_000 * D * 1e-3 * 80 / 1e9)
     assert limited.samples == 80
 
 
@@ -842,7 +843,7 @@ def test_one_hostile_update_moves_the_model_no_further_than_the_limit() -> None:
 def test_an_update_s_statistics_are_limited_with_its_moves(first: bool) -> None:
     fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
     fleet.play(*"abc")
-    each = np.ones(len(grid(NORMED).blocks), np.float32) if first else None
+    each = np.ones(len(trainable(NORMED).blocks), np.float32) if first else None
     change = np.array([8.0, -4.0, 0.0, 2.0], np.float32)
     update = method_module.Update(np.full(D, 8, np.int32), each, change, 40.0, -1.0)
     limited = fleet.method.limited(Assignment(fleet.course, 2, "a"), fleet.state, update, 0.25, 20.0)
@@ -895,7 +896,7 @@ def test_numbers_beyond_the_limit_are_refused() -> None:
     fleet.play(*"abc")
     a = Assignment(fleet.course, 2, "b", 1)
     moves = np.full(D, 40_000, np.int32)
-    coded = lattice.encode(moves, lattice.up(dither(a, D), spans(grid(M)), np.abs(fleet.state.counts) >> MIDDLE))
+    coded = lattice.encode(moves, lattice.up(dither(a, D), spans(trainable(M)), np.abs(fleet.state.counts) >> MIDDLE))
     head = UpHead(bits.checksum([moves]), 0.0).pack()
     with pytest.raises(PayloadError, match="leaves"):
         fleet.method.read_update(

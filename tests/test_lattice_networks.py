@@ -13,8 +13,8 @@ from edge_bench.simulation_file import read_config
 
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError
-from edge_client.methods.lattice_prune import choose
-from edge_client.methods.units import counts, unpacked
+from edge_client.methods.lattice.prune import choose
+from edge_client.methods.shared.units import counts, unpacked
 from edge_client.targets import Classification
 
 torch = pytest.importorskip("torch")

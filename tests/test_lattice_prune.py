@@ -16,16 +16,16 @@ from numpy_mlp import NumpyMlp, clusters, grouped, mlp, model
 
 from edge_client.bundle import F32, Init, Layer, Manifest, Tensor, views
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
-from edge_client.methods import lattice as method_module
-from edge_client.methods import lattice_grid as grid_module
 from edge_client.methods import make_method
-from edge_client.methods.lattice import MOVES, Lattice, Received
-from edge_client.methods.lattice_down import CHANGE
-from edge_client.methods.lattice_grid import MIDDLE
-from edge_client.methods.lattice_network import live, on_grid
-from edge_client.methods.lattice_prune import choose, score, share
-from edge_client.methods.lattice_train import LOWEST_RATE
-from edge_client.methods.units import network, unpacked
+from edge_client.methods.lattice import grid as grid_module
+from edge_client.methods.lattice import method as method_module
+from edge_client.methods.lattice.delivery import CHANGE
+from edge_client.methods.lattice.grid import MIDDLE
+from edge_client.methods.lattice.method import MOVES, Lattice, Received
+from edge_client.methods.lattice.network import live, on_grid
+from edge_client.methods.lattice.prune import choose, score, share
+from edge_client.methods.lattice.train import LOWEST_RATE
+from edge_client.methods.shared.units import network, unpacked
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Batch, Course, Personal, Task
 from edge_client.training import Gradient

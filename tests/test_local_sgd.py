@@ -11,9 +11,9 @@ from lattice_fleet import NORMED
 from numpy_mlp import mlp, model, task
 
 from edge_client.bundle import Model
-from edge_client.methods.averaging import Weights
 from edge_client.methods.fedavg import FedAvg
-from edge_client.methods.local_sgd import LocalSgd
+from edge_client.methods.shared.averaging import Weights
+from edge_client.methods.shared.local_sgd import LocalSgd
 
 M = mlp(6, 5, 4, 3)
 FOUND = [e.load() for e in entry_points(group="maskfleet.methods")]

@@ -16,11 +16,11 @@ from numpy_mlp import assignment, course, mlp, model, task
 
 from edge_client.bundle import Model
 from edge_client.errors import ConfigError
-from edge_client.methods.bernoulli import BernoulliMasks
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask
 from edge_client.methods.fedpm import FedPM
-from edge_client.methods.theta import Posterior, steps
+from edge_client.methods.shared.bernoulli import BernoulliMasks
+from edge_client.methods.shared.theta import Posterior, steps
 from edge_client.task import Assignment
 
 TRAINED = M.model_copy(update={"seed": None})

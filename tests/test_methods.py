@@ -15,8 +15,8 @@ from rounds import Rounds, stored
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import ALL, Method, below, make_method, trained_head
-from edge_client.methods.averaging import Weights, accelerated, distance, toward
 from edge_client.methods.fedavg import FedAvg, State, Update
+from edge_client.methods.shared.averaging import Weights, accelerated, distance, toward
 from edge_client.methods.standalone import Standalone
 from edge_client.parts import head
 from edge_client.protocol.payload import Arrays, Payload, decode, encode

@@ -27,11 +27,11 @@ from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError
 from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.methods import make_method
-from edge_client.methods.averaging import Weights
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.fedavg import FedAvg
-from edge_client.methods.lattice import Lattice
+from edge_client.methods.lattice.method import Lattice
 from edge_client.methods.lgfedavg import LGFedAvg
+from edge_client.methods.shared.averaging import Weights
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.payload import HEADER_BYTES, Payload

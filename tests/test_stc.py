@@ -14,7 +14,7 @@ from rounds import M, Rounds, size
 
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods.averaging import Weights
+from edge_client.methods.shared.averaging import Weights
 from edge_client.methods.stc import MODEL, STC, UPDATE, UPDATES, Update, checksum, contexts, read_whole, whole
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment

@@ -15,10 +15,10 @@ from rounds import Rounds
 
 from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import Method, make_method
-from edge_client.methods.pruned import alive
-from edge_client.methods.pruned import unpacked as mask_of
-from edge_client.methods.units import unpacked as units_of
-from edge_client.methods.value_changes import Uplink, applied, update_stream
+from edge_client.methods.shared.pruned import alive
+from edge_client.methods.shared.pruned import unpacked as mask_of
+from edge_client.methods.shared.units import unpacked as units_of
+from edge_client.methods.shared.value_changes import Uplink, applied, update_stream
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 

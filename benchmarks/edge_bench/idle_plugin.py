@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Bundle, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Method
-from edge_client.methods.averaging import add_weighted
+from edge_client.methods.shared.averaging import add_weighted
 from edge_client.narrow import Channels
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task

@@ -35,9 +35,9 @@ from edge_kernels.codecs import arrivals
 from edge_bench import provenance, speed_case
 from edge_bench.command_line import check_writable, run_module, write_json
 from edge_client.data import DeviceData
-from edge_client.methods import lattice as method_module
-from edge_client.methods.lattice import Lattice
-from edge_client.methods.lattice_train import train
+from edge_client.methods.lattice import method as method_module
+from edge_client.methods.lattice.method import Lattice
+from edge_client.methods.lattice.train import train
 from edge_client.protocol.payload import decode, encode
 from edge_client.task import Assignment, Course, Task
 from edge_client.training import open_trainer

@@ -34,7 +34,7 @@ from torch import nn
 from edge_bench import models, provenance
 from edge_bench.command_line import check_writable, known_names, run_module, write_json
 from edge_client.bundle import Bundle, Tensor
-from edge_client.methods.fedmask import FedMask
+from edge_client.methods.fedmask.method import FedMask
 from edge_client.targets import Classification
 from edge_client.training import open_trainer
 from edge_client.training.gates import Bernoulli, GroupLasso, SigmoidThreshold

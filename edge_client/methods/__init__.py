@@ -1,5 +1,7 @@
 """What a federated method is: one class in one file, its client half and its server half side by side.
 
+Each file or folder here is a method, but for `shared`: what several of them use.
+
 A method's fields are its configuration; its functions are pure: values in, values out, seeded by the assignment,
 numpy only, no network, no disk, no framework. The coordinator, the device and the simulator call the very same ones.
 

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
-from edge_client.methods.signs import SignMasks
+from edge_client.methods.shared.signs import SignMasks
 from edge_client.task import Course
 from edge_client.training.gates import ClippedSign, Gate
 

@@ -40,10 +40,10 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Bits, Model, Packed
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import bernoulli, changes
-from edge_client.methods.averaging import Mean
-from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, HeadUpdate
-from edge_client.methods.theta import F64, Ints, Posterior
+from edge_client.methods.shared import bernoulli, changes
+from edge_client.methods.shared.averaging import Mean
+from edge_client.methods.shared.bernoulli import MOST_MASKS, BernoulliMasks, HeadUpdate
+from edge_client.methods.shared.theta import F64, Ints, Posterior
 from edge_client.protocol.payload import Arrays, Payload, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, Local, Task
 

@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Bits, Model
-from edge_client.methods import SetCodecName, changes
-from edge_client.methods.bernoulli import BernoulliMasks, Received, State
-from edge_client.methods.theta import F64
+from edge_client.methods import SetCodecName
+from edge_client.methods.shared import changes
+from edge_client.methods.shared.bernoulli import BernoulliMasks, Received, State
+from edge_client.methods.shared.theta import F64
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Task
 

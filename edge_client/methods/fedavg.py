@@ -31,7 +31,7 @@ from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.methods import Influence, ValueCodecName
-from edge_client.methods.averaging import (
+from edge_client.methods.shared.averaging import (
     Total,
     Update,
     Weights,
@@ -42,8 +42,8 @@ from edge_client.methods.averaging import (
     limited,
     window,
 )
-from edge_client.methods.local_sgd import LocalSgd
-from edge_client.methods.value_changes import PLAIN, Feedback, Uplink, packed, tensor_ends, unpacked
+from edge_client.methods.shared.local_sgd import LocalSgd
+from edge_client.methods.shared.value_changes import PLAIN, Feedback, Uplink, packed, tensor_ends, unpacked
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, count, vector

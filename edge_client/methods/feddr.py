@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.bundle import F32
-from edge_client.methods.averaging import Total, Update, added
 from edge_client.methods.fedavg import FedAvg, State
+from edge_client.methods.shared.averaging import Total, Update, added
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
 

@@ -27,9 +27,20 @@ from pydantic import Field
 from edge_client.bundle import F32, Model, Packed
 from edge_client.errors import LostError
 from edge_client.methods import Influence
-from edge_client.methods.averaging import Total, Update, Weights, added, influence, limited
-from edge_client.methods.units import UNITS, Units, carried, counts, held, live, read_units, strongest, unpacked, whole
-from edge_client.methods.value_changes import Coded
+from edge_client.methods.shared.averaging import Total, Update, Weights, added, influence, limited
+from edge_client.methods.shared.units import (
+    UNITS,
+    Units,
+    carried,
+    counts,
+    held,
+    live,
+    read_units,
+    strongest,
+    unpacked,
+    whole,
+)
+from edge_client.methods.shared.value_changes import Coded
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector

@@ -22,9 +22,9 @@ from edge_kernels.pruning import keep_largest, lamp_scores
 
 from edge_client.bundle import F32, Bits
 from edge_client.errors import LostError
-from edge_client.methods.averaging import Total
 from edge_client.methods.fedmap import FedMap, Kept, Received, Record, State, Update
-from edge_client.methods.pruned import (
+from edge_client.methods.shared.averaging import Total
+from edge_client.methods.shared.pruned import (
     MASK,
     alive,
     check_fingerprint,

@@ -38,10 +38,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from edge_client.bundle import F32, Bits, Manifest, Model, Packed
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
-from edge_client.methods.averaging import Total, Weights, added, distance, toward
 from edge_client.methods.feddr import Kept as Splitting
 from edge_client.methods.feddr import Reflection, following, reflected, without
-from edge_client.methods.pruned import (
+from edge_client.methods.shared.averaging import Total, Weights, added, distance, toward
+from edge_client.methods.shared.pruned import (
     MASK,
     alive,
     check_fingerprint,
@@ -54,7 +54,7 @@ from edge_client.methods.pruned import (
     unmasked,
     unpacked,
 )
-from edge_client.methods.value_changes import Coded, applied
+from edge_client.methods.shared.value_changes import Coded, applied
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task

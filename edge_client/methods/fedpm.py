@@ -24,8 +24,8 @@ from edge_kernels.codecs import counts
 
 from edge_client.bundle import F32, Bits
 from edge_client.methods import SetCodecName
-from edge_client.methods.bernoulli import MOST_MASKS, BernoulliMasks, Kept, Received, State
-from edge_client.methods.theta import Posterior
+from edge_client.methods.shared.bernoulli import MOST_MASKS, BernoulliMasks, Kept, Received, State
+from edge_client.methods.shared.theta import Posterior
 from edge_client.protocol.payload import Payload, allow_only, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, Task
 

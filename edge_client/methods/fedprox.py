@@ -12,8 +12,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.methods import Range, Search
-from edge_client.methods.averaging import Weights
 from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.shared.averaging import Weights
 from edge_client.task import Task
 
 

@@ -31,8 +31,8 @@ from pydantic import Field
 from edge_client.bundle import F32, Model, Packed, views
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import ALL, Influence
-from edge_client.methods.averaging import distance, toward
-from edge_client.methods.units import (
+from edge_client.methods.shared.averaging import distance, toward
+from edge_client.methods.shared.units import (
     UNITS,
     Units,
     carried,
@@ -45,7 +45,7 @@ from edge_client.methods.units import (
     unpacked,
     whole,
 )
-from edge_client.methods.value_changes import Coded
+from edge_client.methods.shared.value_changes import Coded
 from edge_client.parts import frozen
 from edge_client.protocol.payload import Payload, allow_only, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task

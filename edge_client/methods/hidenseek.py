@@ -20,8 +20,8 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model, views
 from edge_client.errors import ConfigError
-from edge_client.methods.signs import Record, SignMasks
-from edge_client.methods.units import UNITS, Same, Units, chosen
+from edge_client.methods.shared.signs import Record, SignMasks
+from edge_client.methods.shared.units import UNITS, Same, Units, chosen
 from edge_client.task import Course
 from edge_client.training.gates import Gate, SignTanh
 

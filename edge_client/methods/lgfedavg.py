@@ -24,9 +24,9 @@ from pydantic import Field
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
 from edge_client.methods import Influence, Range, Search
-from edge_client.methods.averaging import Total, Update, Weights, added, influence, limited
 from edge_client.methods.fedavg import read_state
-from edge_client.methods.value_changes import Coded
+from edge_client.methods.shared.averaging import Total, Update, Weights, added, influence, limited
+from edge_client.methods.shared.value_changes import Coded
 from edge_client.parts import Part, frozen, rest, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector

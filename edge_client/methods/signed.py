@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.bundle import Model
-from edge_client.methods.fedmask import Choice, FedMask
+from edge_client.methods.fedmask.method import Choice, FedMask
 from edge_client.training.gates import Gate, SignTanh
 
 

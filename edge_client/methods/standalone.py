@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from edge_client.bundle import Model
 from edge_client.errors import PayloadError
-from edge_client.methods.averaging import Weights
-from edge_client.methods.local_sgd import LocalSgd
+from edge_client.methods.shared.averaging import Weights
+from edge_client.methods.shared.local_sgd import LocalSgd
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
 

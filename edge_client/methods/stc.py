@@ -37,9 +37,9 @@ from pydantic import Field
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
-from edge_client.methods.averaging import Mean, Total, Weights
-from edge_client.methods.local_sgd import LocalSgd
-from edge_client.methods.value_changes import tensor_ends
+from edge_client.methods.shared.averaging import Mean, Total, Weights
+from edge_client.methods.shared.local_sgd import LocalSgd
+from edge_client.methods.shared.value_changes import tensor_ends
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, Local, Personal, Task

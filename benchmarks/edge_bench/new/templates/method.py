@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from edge_client.methods.averaging import Weights
 from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.shared.averaging import Weights
 from edge_client.task import Task
 
 

@@ -13,8 +13,9 @@ from edge_kernels import bits as bitset
 
 from edge_client.bundle import F32, Bits, Packed
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import bits_digest, changes
-from edge_client.methods.structure import Division
+from edge_client.methods import bits_digest
+from edge_client.methods.shared import changes
+from edge_client.methods.shared.division import Division
 from edge_client.protocol.payload import Arrays, Meta, Payload, allow_only, count, vector
 
 STRUCTURE, PLANES, REAL = "structure.bits", "mask.planes", "real"

@@ -3,7 +3,7 @@
 The model is ``w0 + step / K / 2**MIDDLE * N``: the bundle's weights w0, an integer N for each trainable parameter, a
 step for each tensor, the federation's cohort K.
 
-- **Steps** follow from the median of the first cohort's `rms` (`lattice_grid.steps`) and stay. In that round each
+- **Steps** follow from the median of the first cohort's `rms` (`grid.steps`) and stay. In that round each
   device's moves are in steps of its own, from its own `rms` and FIRST * the quantum. Until a round counts an update,
   each is played like the first.
 - **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one more doubles the step. N keeps its
@@ -18,13 +18,12 @@ step for each tensor, the federation's cohort K.
   ``server_momentum = 0`` the model is the weighted mean in expectation, as in FedAvg. With
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
   the state. With `coarser` above 0, what N lies beside the cells moves to R first.
-- **Down.** How N changed since the one that the device holds (`lattice_down`). Statistics likewise
-  (`lattice_statistics`).
-- **Budget.** `levelled` estimates what the rounds left need and asks `lattice_levels` for coarser cells or moves.
+- **Down.** How N changed since the one that the device holds (`delivery`). Statistics likewise (`batch_norm`).
+- **Budget.** `levelled` estimates what the rounds left need and asks `levels` for coarser cells or moves.
 - **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one.
-- **Mean.** After the last round N and the statistics are sent as their means over the last rounds (`lattice_down`).
+- **Mean.** After the last round N and the statistics are sent as their means over the last rounds (`delivery`).
 - **Pruning.** `current` gives the state at the start of a round: after `prune_after` rounds that of the smaller network
-  (`lattice_prune`). Every vector of a state, payload or update then is the smaller network's (`units.Network`).
+  (`prune`). Every vector of a state, payload or update then is the smaller network's (`units.Network`).
 
 The rms, gains and bytes of a cohort enter by their median, so that no single device sets them. The mean samples are
 those of all reports so far.
@@ -46,10 +45,10 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import DivergedError, PayloadError
-from edge_client.methods import Influence, Range, Search, lattice_down, lattice_grid, lattice_levels, lattice_statistics
-from edge_client.methods.averaging import Mean, accelerated
-from edge_client.methods.lattice_down import CHANGE, STEPS
-from edge_client.methods.lattice_grid import (
+from edge_client.methods import Influence, Range, Search
+from edge_client.methods.lattice import batch_norm, delivery, grid, levels
+from edge_client.methods.lattice.delivery import CHANGE, STEPS
+from edge_client.methods.lattice.grid import (
     HIGHEST,
     MIDDLE,
     MOST,
@@ -57,21 +56,22 @@ from edge_client.methods.lattice_grid import (
     History,
     dither,
     extra_levels,
-    grid,
     moves,
     rms,
     sizes,
     spans,
     spread,
     steps,
+    trainable,
 )
-from edge_client.methods.lattice_network import on_grid
-from edge_client.methods.lattice_prune import check, pruned
-from edge_client.methods.lattice_settings import Settings
-from edge_client.methods.lattice_train import train
-from edge_client.methods.lattice_values import Kept, Received, Record, State, Total, Update
-from edge_client.methods.lattice_wire import MOST_MOVE, UpHead, read_moves
-from edge_client.methods.units import UNITS, Network, network
+from edge_client.methods.lattice.network import on_grid
+from edge_client.methods.lattice.prune import check, pruned
+from edge_client.methods.lattice.settings import Settings
+from edge_client.methods.lattice.train import train
+from edge_client.methods.lattice.values import Kept, Received, Record, State, Total, Update
+from edge_client.methods.lattice.wire import MOST_MOVE, UpHead, read_moves
+from edge_client.methods.shared.averaging import Mean, accelerated
+from edge_client.methods.shared.units import UNITS, Network, network
 from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, count, u8, vector
@@ -82,7 +82,7 @@ FIRST = 0.25  # of the quantum, in round 1: each device has its own steps then, 
 FEW = 64  # moves: the least size that the norm guard gives to an update of a device with the mean samples
 UPWARD = 0.3  # added before rounding down: from .7 of a cell on N moves, so noise about half a cell does not flip it
 
-MOVES, STATISTICS = "moves", lattice_statistics.NAME
+MOVES, STATISTICS = "moves", batch_norm.NAME
 
 
 class Lattice(Settings):
@@ -108,7 +108,7 @@ class Lattice(Settings):
         self.refuse_idle()
         if self.prune is not None:
             check(course, self.prune, self.prune_after, self.prune_keep)
-        part = grid(course.model.manifest)
+        part = trainable(course.model.manifest)
         statistics = course.model.buffers[: self.buffers(course.model)].copy()
         none = np.zeros(0, np.int64)
         return State(
@@ -123,10 +123,10 @@ class Lattice(Settings):
         )
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
-        return f"from-{lattice_down.base_round(round_, record)}"
+        return f"from-{delivery.base_round(round_, record)}"
 
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
-        return lattice_down.written(self, course, round_, self.current(course, round_, state), record)
+        return delivery.written(self, course, round_, self.current(course, round_, state), record)
 
     def known_up(self, net: Network, a: Assignment, held: Counts, level: int) -> Known:
         """What both sides know of the moves of a device whose N is `held`."""
@@ -134,11 +134,11 @@ class Lattice(Settings):
         return lattice.up(dither(a, part.size), spans(part), sizes(held, level))
 
     def exchanged(self, model: Model) -> int:
-        return grid(model.manifest).size
+        return trainable(model.manifest).size
 
     def update_limit(self, model: Model) -> int:
         """Three bytes a parameter, more than moves take at the least `quantum`; 4 a statistic and a tensor."""
-        part = grid(model.manifest)
+        part = trainable(model.manifest)
         return 3 * part.size + 1024 + 4 * self.buffers(model) + 4 * len(part.blocks)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
@@ -157,10 +157,10 @@ class Lattice(Settings):
                 step = self.own_steps(a, part, each)
             if not ((each >= 0).all() and np.isfinite(step).all()):
                 raise PayloadError(f"the rms of {a.device!r} are {each.min()} .. {each.max()}; lower the learning rate")
-        held = lattice_statistics.numbers(state.statistics)
-        statistics = lattice_statistics.values(lattice_statistics.read(payload, held))
+        held = batch_norm.numbers(state.statistics)
+        statistics = batch_norm.values(batch_norm.read(payload, held))
         with np.errstate(over="ignore"):
-            statistics -= lattice_statistics.values(held)
+            statistics -= batch_norm.values(held)
             if not np.isfinite(state.statistics + statistics).all():
                 raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
         size = len(data) + (payload.arrays[STATISTICS].size if len(held) else 0)
@@ -237,7 +237,7 @@ class Lattice(Settings):
             # with coarser cells N moves onto them: the change may be finer than a cell, N is not
             history=state.history.then(counts - state.counts, finest if state.coarser else state.cell),
             lowest=state.cell if state.coarser else finest,
-            recent=np.concatenate([state.recent, statistics[None]])[-lattice_grid.HISTORY - 1 :],
+            recent=np.concatenate([state.recent, statistics[None]])[-grid.HISTORY - 1 :],
             first=state.first or round_, round=round_, reports=reports,
             samples=(state.samples * state.reports + math.fsum(total.samples)) / reports,
             bad=state.bad + 1 if bad else 0,
@@ -257,12 +257,12 @@ class Lattice(Settings):
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
         """The state with the levels of the next round: as the budget has them, and lower after bad rounds."""
-        n = lattice_levels.between(state, len(total.samples))
-        late, like, grown = lattice_levels.lateness(state, n)
+        n = levels.between(state, len(total.samples))
+        late, like, grown = levels.lateness(state, n)
         up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
         state = replace(state, spent=state.spent + up + down)
         free = round_ + self.window(course) < course.rounds and not state.bad and state.coarser == self.coarser
-        if free and like and lattice_levels.settled(state, like):
+        if free and like and levels.settled(state, like):
             typical = down if like == late else self.change_bytes(course, round_, state, like)
             state = self.within_budget(course, round_, state, n, up + grown * typical)
         if state.bad >= BAD_ROUNDS and state.level > 0:
@@ -275,8 +275,8 @@ class Lattice(Settings):
         need = (course.rounds - round_ + n) * each / max(each, left)
         if need <= 1:
             return state
-        cells = 0 if self.coarser else lattice_levels.coarsest(state, n, course.rounds)
-        return lattice_levels.coarse(state, cells) if cells else lattice_levels.raised(state, need, self.top)
+        cells = 0 if self.coarser else levels.coarsest(state, n, course.rounds)
+        return levels.coarse(state, cells) if cells else levels.raised(state, need, self.top)
 
     def change_bytes(self, course: Course, round_: int, state: State, rounds: int) -> int:
         """Coded bytes of the next downlink for a device whose last round lies `rounds` rounds before it."""
@@ -295,7 +295,7 @@ class Lattice(Settings):
     # --- client half
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
-        return lattice_down.read(self, a, kept, downlink)
+        return delivery.read(self, a, kept, downlink)
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """SGD from the global model; the change as whole numbers."""
@@ -316,8 +316,8 @@ class Lattice(Settings):
         known = self.known_up(net, a, received.counts, level)
         arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, known))
         if self.buffers(net.model):
-            trained = lattice_statistics.numbers(own.buffers, lattice_statistics.dither(a, own.buffers.size))
-            arrays[STATISTICS] = lattice_statistics.change(trained, lattice_statistics.numbers(received.statistics))
+            trained = batch_norm.numbers(own.buffers, batch_norm.dither(a, own.buffers.size))
+            arrays[STATISTICS] = batch_norm.change(trained, batch_norm.numbers(received.statistics))
         mine = own.buffers if self.statistics == "local" else received.statistics
         units = None if net.units is None else net.units.packed
         keep = Kept(a.round, received.counts, received.steps, mine, units)
@@ -348,7 +348,7 @@ def mean_statistics(state: State, total: Total) -> F32:
     """The server's statistics after the round; none when they stay on the devices."""
     if not len(state.statistics):
         return state.statistics
-    return lattice_statistics.as_sent(state.statistics) + total.statistics.value
+    return batch_norm.as_sent(state.statistics) + total.statistics.value
 
 
 def applied(state: State, moved: NDArray[np.float64], most: float) -> tuple[NDArray[np.float64], F32, F32]:

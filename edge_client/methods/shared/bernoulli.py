@@ -31,10 +31,10 @@ from pydantic import Field, model_validator
 from edge_client.bundle import F32, Bits, Model, Packed
 from edge_client.errors import PayloadError
 from edge_client.methods import Influence, Range, Search, pretrained
-from edge_client.methods.averaging import Mean, distance, toward
-from edge_client.methods.bernoulli_network import MaskedNetwork, own_statistics
-from edge_client.methods.local_sgd import descend_on
-from edge_client.methods.theta import F64, Ints, Posterior, drawn, stepped, steps
+from edge_client.methods.shared.averaging import Mean, distance, toward
+from edge_client.methods.shared.bernoulli_network import MaskedNetwork, own_statistics
+from edge_client.methods.shared.local_sgd import descend_on
+from edge_client.methods.shared.theta import F64, Ints, Posterior, drawn, stepped, steps
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task

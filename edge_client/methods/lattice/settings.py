@@ -11,12 +11,13 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError
-from edge_client.methods import MORE_EPOCHS, lattice_grid
-from edge_client.methods.averaging import window
-from edge_client.methods.lattice_grid import MIDDLE, grid
-from edge_client.methods.lattice_train import Plan
-from edge_client.methods.local_sgd import LocalSgd
-from edge_client.methods.units import Network
+from edge_client.methods import MORE_EPOCHS
+from edge_client.methods.lattice import grid
+from edge_client.methods.lattice.grid import MIDDLE, trainable
+from edge_client.methods.lattice.train import Plan
+from edge_client.methods.shared.averaging import window
+from edge_client.methods.shared.local_sgd import LocalSgd
+from edge_client.methods.shared.units import Network
 from edge_client.task import Course
 
 PERSONAL_RATE = 1 / 3  # of the rounds' rate
@@ -89,11 +90,11 @@ class Settings(LocalSgd):
 
     def window(self, course: Course) -> int:
         """The number of rounds whose mean is the final model."""
-        return min(lattice_grid.HISTORY, window(self.average, course.rounds))
+        return min(grid.HISTORY, window(self.average, course.rounds))
 
     def round_budget(self, model: Model) -> float:
         """FedAvg's bytes of a device and round, divided by `budget`."""
-        return 8 * (grid(model.manifest).size + self.buffers(model)) / self.budget
+        return 8 * (trainable(model.manifest).size + self.buffers(model)) / self.budget
 
     def allowed(self, net: Network, deliveries: float) -> float:
         """Coded bytes that a device may send and receive in all rounds and, so often, after the last one.

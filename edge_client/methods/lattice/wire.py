@@ -13,7 +13,7 @@ from edge_kernels.codecs import CodecError
 from edge_kernels.lattice_model import Known
 
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods.lattice_grid import HIGHEST, Counts
+from edge_client.methods.lattice.grid import HIGHEST, Counts
 from edge_client.protocol.payload import decoding
 from edge_client.task import Assignment
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32
 from edge_client.errors import PayloadError
-from edge_client.methods.lattice_grid import Counts
+from edge_client.methods.lattice.grid import Counts
 from edge_client.protocol.payload import Payload, bytes_of, decoding, u8
 from edge_client.task import Assignment
 

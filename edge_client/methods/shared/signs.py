@@ -30,10 +30,11 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Bits, Model, Packed
 from edge_client.errors import ConfigError, LostError
-from edge_client.methods import ALL, Influence, Method, Range, Search, changes
-from edge_client.methods.averaging import Mean
-from edge_client.methods.changes import ExactCodecName
-from edge_client.methods.units import UNITS, Units, network
+from edge_client.methods import ALL, Influence, Method, Range, Search
+from edge_client.methods.shared import changes
+from edge_client.methods.shared.averaging import Mean
+from edge_client.methods.shared.changes import ExactCodecName
+from edge_client.methods.shared.units import UNITS, Units, network
 from edge_client.parts import Part, head, rest, weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, decoding, u8

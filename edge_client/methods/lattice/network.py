@@ -10,25 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32
-from edge_client.methods import lattice_grid
-from edge_client.methods.lattice_grid import U32, Counts, History, added, grid
-from edge_client.methods.units import Network
+from edge_client.methods.lattice import grid
+from edge_client.methods.lattice.grid import U32, Counts, History, added, trainable
+from edge_client.methods.shared.units import Network
 from edge_client.parts import Part
 
 
 def on_grid(net: Network) -> Part:
     """The network's trainable parameters."""
-    return grid(net.model.manifest)
+    return trainable(net.model.manifest)
 
 
 def whole_size(net: Network) -> int:
     """How many counts the whole network has."""
-    return grid(net.origin.model.manifest).size
+    return trainable(net.origin.model.manifest).size
 
 
 def live(net: Network) -> NDArray[np.int64]:
     """Where the network's counts lie among those of the whole one, int64[n]."""
-    part = grid(net.origin.model.manifest)
+    part = trainable(net.origin.model.manifest)
     if net.units is None:
         return np.arange(part.size)
     place = np.zeros(net.origin.model.manifest.d, np.int64)
@@ -48,9 +48,9 @@ def closeness(net: Network, base: int, round_: int, pruned: int | None) -> tuple
     """How near the dither of the rounds base .. round_ - 1 came to 0 and 1; the whole network's until `pruned`."""
     size = on_grid(net).size
     if net.units is None or pruned is None or base > pruned:
-        return lattice_grid.closeness(net.course, range(base, round_), size)
-    before = lattice_grid.closeness(net.origin, range(base, pruned + 1), whole_size(net))
-    after, stays = lattice_grid.closeness(net.course, range(pruned + 1, round_), size), live(net)
+        return grid.closeness(net.course, range(base, round_), size)
+    before = grid.closeness(net.origin, range(base, pruned + 1), whole_size(net))
+    after, stays = grid.closeness(net.course, range(pruned + 1, round_), size), live(net)
     return np.minimum(before[0][stays], after[0]), np.minimum(before[1][stays], after[1])
 
 

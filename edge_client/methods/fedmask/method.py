@@ -6,9 +6,9 @@ Learning via Heterogeneous Masks", SenSys 2021. docs/methods/fedmask.md argues f
 - The weights W never change; both sides have them from the bundle. A device learns one bit per weight,
   ``1[sigmoid(s) >= 1/2]`` of a real score s (eq. 3-8). The group lasso pulls whole rows and columns to zero (eq. 9).
 - In its first round a device prunes once: after one epoch of score SGD it keeps, of the last layers, the share `keep`
-  with the largest ``|W * (s_after - s_before)|``. The result is its STRUCTURE (structure.py), which is sent once. From
-  then on only live elements travel (fedmask_wire.py): up, as changes to the bits received; down, as changes to the
-  device's last update. A device without a record receives all elements, as changes to the first mask.
+  with the largest ``|W * (s_after - s_before)|``. The result is its STRUCTURE (`shared.division`), which is sent once.
+  From then on only live elements travel (`wire`): up, as changes to the bits received; down, as changes to the device's
+  last update. A device without a record receives all elements, as changes to the first mask.
 - The server averages an element over the devices of the round that have it in their structure, if there are two or
   more. Every other element stays as each device has it.
 - An LSTM's output gate is trained and sent as float32 (`real_gates`). Batch-norm statistics stay on the device.
@@ -31,10 +31,10 @@ from edge_client.bundle import F32, Bits, Model, Packed, digest
 from edge_client.errors import ConfigError
 from edge_client.flat import to_arrays
 from edge_client.methods import Influence, Method, Range, Search, pretrained, trained_head
-from edge_client.methods.averaging import Mean, distance, toward
-from edge_client.methods.changes import ExactCodecName
-from edge_client.methods.fedmask_wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
-from edge_client.methods.structure import Division
+from edge_client.methods.fedmask.wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
+from edge_client.methods.shared.averaging import Mean, distance, toward
+from edge_client.methods.shared.changes import ExactCodecName
+from edge_client.methods.shared.division import Division
 from edge_client.parts import Part, head, rest, weights
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task

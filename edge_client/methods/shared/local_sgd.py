@@ -15,7 +15,7 @@ from pydantic import Field
 
 from edge_client.bundle import F32, Model
 from edge_client.methods import Method, Range, Search, pretrained
-from edge_client.methods.averaging import Weights
+from edge_client.methods.shared.averaging import Weights
 from edge_client.parts import Part
 from edge_client.task import Batch, EpochLoss, Task
 from edge_client.training.sgd import Sgd

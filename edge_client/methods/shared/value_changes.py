@@ -23,7 +23,7 @@ from pydantic import AfterValidator, ValidationInfo
 from edge_client.bundle import F32, Bits, Manifest
 from edge_client.errors import DivergedError, PayloadError
 from edge_client.methods import ValueCodecName
-from edge_client.methods.local_sgd import LocalSgd
+from edge_client.methods.shared.local_sgd import LocalSgd
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, decoding, u8, vector
 from edge_client.task import Assignment
 

@@ -14,22 +14,22 @@ from edge_kernels.lattice_model import Known
 
 from edge_client.bundle import F32
 from edge_client.errors import PayloadError
-from edge_client.methods import lattice_grid, lattice_statistics
-from edge_client.methods.lattice_grid import HIGHEST, MIDDLE, Counts, sizes, spans
-from edge_client.methods.lattice_network import closeness, on_grid, weights
-from edge_client.methods.lattice_settings import Settings
-from edge_client.methods.lattice_values import Kept, Received, Record, State, cut
-from edge_client.methods.lattice_wire import DownHead, down_head, read_counts, stale
-from edge_client.methods.units import UNITS, Network, network
+from edge_client.methods.lattice import batch_norm, grid
+from edge_client.methods.lattice.grid import HIGHEST, MIDDLE, Counts, sizes, spans
+from edge_client.methods.lattice.network import closeness, on_grid, weights
+from edge_client.methods.lattice.settings import Settings
+from edge_client.methods.lattice.values import Kept, Received, Record, State, cut
+from edge_client.methods.lattice.wire import DownHead, down_head, read_counts, stale
+from edge_client.methods.shared.units import UNITS, Network, network
 from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, u8, vector
 from edge_client.task import Assignment, Course
 
-CHANGE, STEPS, STATISTICS, REPORTS = "change", "steps", lattice_statistics.NAME, "reports"
+CHANGE, STEPS, STATISTICS, REPORTS = "change", "steps", batch_norm.NAME, "reports"
 
 
 def base_round(round_: int, record: Record | None) -> int:
     """The round at whose start the device received the N that the downlink builds on; 1 for N = 0."""
-    if record is None or round_ - record.round > lattice_grid.HISTORY:
+    if record is None or round_ - record.round > grid.HISTORY:
         return 1
     return record.round
 
@@ -39,7 +39,7 @@ def known(settings: Settings, net: Network, base: int, round_: int, low: int, he
 
     The mean after the last round also differs where N has changed in the rounds that it covers.
     """
-    if round_ - base > lattice_grid.HISTORY:
+    if round_ - base > grid.HISTORY:
         return lattice.whole(spans(on_grid(net)))
     first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - settings.window(net.course)))
     return lattice.down(*closeness(net, first, round_, settings.prune_after), spans(on_grid(net)), sizes(held, low))
@@ -61,7 +61,7 @@ def written(settings: Settings, course: Course, round_: int, state: State, recor
     else:
         missed, low, held = round_ - base, state.history.lowest(past), state.history.before(state.counts, past)
     counts, statistics, finest = delivered(settings, course, round_, state)
-    low, sent = min(low, finest), lattice_statistics.numbers(statistics)
+    low, sent = min(low, finest), batch_norm.numbers(statistics)
     head = DownHead(bits.checksum([counts, sent]), missed, state.level, low, state.samples)
     change = lattice.encode((counts - held) >> low, known(settings, net, base, round_, low, held))
     arrays: Arrays = {CHANGE: u8(head.pack() + change)}
@@ -71,7 +71,7 @@ def written(settings: Settings, course: Course, round_: int, state: State, recor
         arrays[UNITS] = state.units
     if len(sent):
         before = net.model.buffers if base == 1 else state.recent[-1 - past]
-        arrays[STATISTICS] = lattice_statistics.change(sent, lattice_statistics.numbers(before))
+        arrays[STATISTICS] = batch_norm.change(sent, batch_norm.numbers(before))
     return Payload(arrays)
 
 
@@ -117,8 +117,8 @@ def read(settings: Settings, a: Assignment, kept: Kept | None, downlink: Payload
             raise PayloadError("a step of the downlink is not above 0")
     sent = np.zeros(0, np.int32)
     if settings.statistics == "mean":
-        sent = lattice_statistics.read(downlink, lattice_statistics.numbers(before))
-        own = lattice_statistics.values(sent)
+        sent = batch_norm.read(downlink, batch_norm.numbers(before))
+        own = batch_norm.values(sent)
     counts = read_counts(a, base, head, data, held, sent, known(settings, net, base, a.round, head.low, held))
     parameters = weights(net, settings.unit(a.course, each), counts)
     if not np.isfinite(parameters).all():

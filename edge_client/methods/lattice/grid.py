@@ -18,7 +18,7 @@ from edge_kernels.lattice_model import Span
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest
-from edge_client.methods.averaging import BLOCK
+from edge_client.methods.shared.averaging import BLOCK
 from edge_client.parts import Part, rest
 from edge_client.task import Assignment, Course
 
@@ -34,8 +34,8 @@ HIGHEST = 16  # the level of the coarsest cells
 MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
 
 
-def grid(manifest: Manifest) -> Part:
-    """The parameters on the grid: every trainable tensor."""
+def trainable(manifest: Manifest) -> Part:
+    """The parameters on the grid: every tensor that is not frozen."""
     return rest(manifest)
 
 

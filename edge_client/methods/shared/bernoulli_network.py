@@ -21,7 +21,7 @@ from pydantic import Field
 from edge_client.bundle import F32, Bits, Model
 from edge_client.errors import ConfigError
 from edge_client.methods import MORE_EPOCHS, Method, pretrained, trained_head
-from edge_client.methods.theta import F64
+from edge_client.methods.shared.theta import F64
 from edge_client.parts import Part, head, tensors
 from edge_client.task import Assignment, Course, Personal
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from edge_client.methods import lattice_grid
-from edge_client.methods.lattice_grid import MIDDLE
-from edge_client.methods.lattice_values import State
+from edge_client.methods.lattice import grid
+from edge_client.methods.lattice.grid import MIDDLE
+from edge_client.methods.lattice.values import State
 
 COARSEST = 2  # levels of a cell above the first moves that the budget asks for
 FAR = 4.0  # with n at least this, coarse cells are worth the delay
@@ -27,7 +27,7 @@ def lateness(state: State, n: float) -> tuple[int, int, float]:
     all later ones. `grown`: a change takes this many times the bytes of `like` rounds once enough rounds are played.
     The noise of rounding goes to and fro, so bytes grow as the root of the rounds.
     """
-    most = min(round(n), lattice_grid.HISTORY)
+    most = min(round(n), grid.HISTORY)
     late = min(most, state.round)
     like = min(late, state.round - state.first)
     return late, like, math.sqrt(most / max(1, like))

@@ -1,0 +1,1 @@
+"""FedMask, in files: `method` has both halves, `wire` what travels."""
