@@ -29,7 +29,7 @@ from edge_kernels.codecs import sparse, values
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_client.bundle import F32, Manifest, Model
+from edge_client.bundle import F32, Model
 from edge_client.methods import Influence, ValueCodecName
 from edge_client.methods.shared.averaging import (
     Total,
@@ -42,8 +42,7 @@ from edge_client.methods.shared.averaging import (
     limited,
     window,
 )
-from edge_client.methods.shared.local_sgd import LocalSgd
-from edge_client.methods.shared.value_changes import PLAIN, Feedback, Uplink, packed, tensor_ends, unpacked
+from edge_client.methods.shared.value_changes import PLAIN, Coded, Uplink, packed, tensor_ends, unpacked
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, count, vector
@@ -87,21 +86,17 @@ class Kept:
     residual: F32
 
 
-class FedAvg(LocalSgd):
+class FedAvg(Coded):
     """Local SGD with momentum, then the mean over devices weighted by their samples."""
 
     name: ClassVar[str] = "fedavg"
     state_type: ClassVar[type[State]] = State
     kept_type: ClassVar[type[Any] | None] = Kept
 
-    up: ValueCodecName = PLAIN
-    """The value codec of what a device sends (docs/codecs.md); other than float32 it codes the change."""
     down: ValueCodecName = PLAIN
     """The value codec of what the server sends; one that loses much is refused."""
     per_tensor: bool = False
     """The codec `up` codes every tensor by itself and not all parameters together."""
-    feedback: Feedback = False
-    """The device adds to a change what the codec `up` lost of the change before."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The share of the rounds whose mean model is the final one; 0: the last round's model."""
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -118,9 +113,10 @@ class FedAvg(LocalSgd):
                 raise ValueError(f"{name} = {value}: method {self.name} has a state of its own and no such step")
         return self
 
-    def uplink(self, m: Manifest) -> Uplink:
+    @property
+    def uplink(self) -> Uplink:
         """How the parameters travel up."""
-        return Uplink(self.up, self.feedback, self.down == PLAIN, tensor_ends(m, self.per_tensor))
+        return Uplink(self.up, self.feedback, self.down == PLAIN, self.per_tensor)
 
     # --- server half
 
@@ -150,11 +146,11 @@ class FedAvg(LocalSgd):
     def update_limit(self, model: Model) -> int:
         """Four bytes a parameter and a statistic; the slack of a codec."""
         m = model.manifest
-        return 4 * m.buffers_d + self.uplink(m).limit(m.d)
+        return 4 * m.buffers_d + self.uplink.limit(m.d, len(m.parameters) if self.per_tensor else 1)
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
         m = a.model.manifest
-        parameters = self.uplink(m).read(a, "parameters", payload, state.parameters, frozen(m), "buffers")
+        parameters = self.uplink.read(a, "parameters", payload, state.parameters, frozen(m), "buffers")
         return Update(parameters, vector(payload, "buffers", m.buffers_d), count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
@@ -203,7 +199,7 @@ class FedAvg(LocalSgd):
         """The trained model, or what it differs from the received one, with its samples; what the device keeps."""
         a, residual = task.assignment, None if kept is None else kept.residual
         m = a.model.manifest
-        sent, left = self.uplink(m).send(a, "parameters", trained.parameters, received.parameters, frozen(m), residual)
+        sent, left = self.uplink.send(a, "parameters", trained.parameters, received.parameters, frozen(m), residual)
         update = Payload({**sent, "buffers": trained.buffers}, {"samples": task.samples})
         return update, None if left is None else Kept(left)
 

@@ -46,22 +46,26 @@ class Uplink:
 
     `exact`: devices receive the server's values as they are. If a codec of the downlink rounds them, the change travels
     whatever the codec here, so that rounding errors do not accumulate on the server.
-    `ends`: where each group of values that are coded together ends; empty: all of them.
+    `per_tensor`: the codec codes each tensor by itself; for values that are all parameters.
     """
 
     codec: str
     feedback: bool = False
     exact: bool = True
-    ends: tuple[int, ...] = ()
+    per_tensor: bool = False
 
     @property
     def whole(self) -> bool:
         """The values travel and not their change."""
         return self.codec == PLAIN and self.exact
 
-    def limit(self, size: int) -> int:
-        """The most bytes that `size` values take."""
-        return 4 * size if self.codec == PLAIN else values.limit(size, len(self.ends) or 1)
+    def limit(self, size: int, parts: int = 1) -> int:
+        """The most bytes that `size` values take, coded in `parts`."""
+        return 4 * size if self.codec == PLAIN else values.limit(size, parts)
+
+    def ends(self, m: Manifest) -> tuple[int, ...]:
+        """Where each part that is coded by itself ends; empty: the values are one part."""
+        return tensor_ends(m, True) if self.per_tensor else ()
 
     # --- client half
 
@@ -89,7 +93,7 @@ class Uplink:
         if self.feedback and residual is not None:
             change = change + residual
         try:
-            sent = packed("change", self.codec, change, update_stream(a), self.ends)
+            sent = packed("change", self.codec, change, update_stream(a), self.ends(a.model.manifest))
         except CodecError as error:
             raise DivergedError(
                 f"the change of round {a.round} does not fit codec {self.codec!r} ({error}); use a smaller learning "
@@ -112,7 +116,8 @@ class Uplink:
 
     def read_change(self, a: Assignment, payload: Payload, fixed: Bits, *others: str) -> F32:
         """The change, float32[n], 0 where `fixed` bool[n] is True if a codec was used. Raises PayloadError."""
-        change = unpacked(payload, "change", self.codec, fixed.size, update_stream(a), others, self.ends)
+        ends = self.ends(a.model.manifest)
+        change = unpacked(payload, "change", self.codec, fixed.size, update_stream(a), others, ends)
         return change if self.codec == PLAIN else np.where(fixed, np.float32(0), change)
 
 
