@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 from edge_bench import datasets, workers
 from edge_bench.data_table import DataConfig
 from edge_bench.simulate import Mishaps, Simulated, run
 from edge_bench.simulation_file import find_bundle
 from edge_bench.workers import Site, Turn, Workers
+from federation import until
+from processes import ended
 
 from coord_server import aggregation
 from edge_client.bundle import MANIFEST, Bundle, digest
@@ -117,6 +122,28 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(bundle: Bundle, de
         pytest.raises(MaskfleetError, match="worker process ended"),
     ):
         list(crew.train(1, turns, {"all": downlink}))
+
+
+PARENT = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from edge_bench.workers import Site, _begin
+
+site = Site(None, None, {}, lambda: None)
+with ProcessPoolExecutor(2, multiprocessing.get_context("fork"), _begin, (site,)) as pool:
+    both = [pool.submit(time.sleep, 600) for _ in range(2)]
+    print(*pool._processes, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_workers_end_with_their_parent_also_when_it_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers_ = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(workers_) == 2
+        parent.kill()
+    until(lambda: all(map(ended, workers_)), lambda: f"workers that run on: {workers_}")
 
 
 # --- mishaps

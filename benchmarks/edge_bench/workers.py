@@ -14,12 +14,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import connection
 from types import TracebackType
 from typing import TypeVar
 
@@ -234,9 +236,17 @@ _bench: _Bench | None = None  # of a worker process
 def _begin(site: Site) -> None:
     """Set up a worker process. An interrupt is for the parent, which ends its workers."""
     global _bench
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's, which a fork inherits
     _bench = _Bench(site, site.open_trainer())
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, also by a signal that the parent cannot handle."""
+    if parent := multiprocessing.parent_process():
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _chunk(work: _Work[R], round_: int, turns: Sequence[Turn], downlinks: Mapping[str, bytes]) -> list[R]:
