@@ -374,6 +374,17 @@ def test_a_damaged_result_of_another_reproduction_is_left_alone(monkeypatch: pyt
     assert (command.RESULTS / "other" / "result.json").read_text() == "{"
 
 
+def test_the_result_of_another_reproduction_or_scale_is_not_overwritten(tmp_path: Path) -> None:
+    (reproduction.FOLDER / "other.toml").write_text(TINY)
+    out = tmp_path / "out"
+    reproduce("tiny", out=out, seeds=1, only="fast")
+    before = (out / "result.json").read_bytes()
+    for name, full in (("other", False), ("tiny", True)):
+        with pytest.raises(ConfigError, match="holds the reduced result of 'tiny'; choose another --out"):
+            reproduce(name, out=out, seeds=1, only="fast", full=full)
+    assert (out / "result.json").read_bytes() == before
+
+
 def test_only_some_methods_leave_the_others_results(tmp_path: Path) -> None:
     out = tmp_path / "out"
     reproduce("tiny", out=out, seeds=1, only="fedavg")

@@ -239,6 +239,7 @@ def reproduce(
     used = reproduction.changed(r, changes or ())
     cells = reproduction.cells(used, chosen, labels, "validation" if validation else "test")
     wanted = [cell for cell in cells if cell.task in there]
+    _refuse_another(folder, name, full)
     done = known(folder, lambda said: report.warn(console, [said]))
     keyed = prepare(wanted, name)
     owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], method_of(cell))}
@@ -259,9 +260,19 @@ def reproduce(
             if sha in done:
                 console.print(f"{cell.name}: {shown(done[sha]['score_mean'], '.4f')} on the validation part")
     else:
+        if not owed and out is None:
+            console.print("all figures are stored ones; --out FOLDER runs the cells on this machine")
         console.print((folder / "table.md").read_text("utf-8"))
     if failures:
         raise ConfigError("; ".join(f"{cell}: {why}" for cell, why in failures.items()))
+
+
+def _refuse_another(folder: Path, name: str, full: bool) -> None:
+    """Raise ConfigError when the folder's result is another reproduction's, whose runs would be lost."""
+    there = stored(folder)
+    if there is not None and (there.get("name", name), there.get("full", full)) != (name, full):
+        scale = "full" if there.get("full") else "reduced"
+        raise ConfigError(f"{folder} holds the {scale} result of {there['name']!r}; choose another --out")
 
 
 def run_cells(
