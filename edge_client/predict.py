@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import onnxruntime as ort
 import typer
 from numpy.typing import NDArray
 
@@ -34,11 +35,11 @@ MODEL = "name a personal.onnx that `maskfleet join` wrote, or a model of `maskfl
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says of n samples.
+    """What a model computes of n samples.
 
     `outputs` is float32[n, ...] as the target has them; of labels `classes` int64[n, ...] is the likeliest and
-    `probability` float32[n, ...] its softmax. `score` is the target's, None without true values. `doubts` say why the
-    samples may not be what the model is made for.
+    `probability` float32[n, ...] its softmax. `score` is the target's, None without true values; `tested` is the number
+    of test samples in the same file and their score. `doubts` are reasons why the model may not fit the samples.
     """
 
     card: Card
@@ -47,6 +48,7 @@ class Predictions:
     probability: F32 | None
     score: float | None
     doubts: tuple[str, ...] = ()
+    tested: tuple[int, float] | None = None
 
     def name(self, label: int) -> str:
         """What a class is called."""
@@ -65,25 +67,38 @@ def predict_file(model: Path, data: Path) -> Predictions:
         raise DataError(f"{data} lacks the array x; it has {sorted(arrays)}")
     x = _samples(arrays["x"], card, data)
     doubted = tuple(doubts(arrays, x, card.input, str(data)))
+    outputs = _outputs(session, x, card, model)
+    score = _score(card, outputs, arrays["y"], data) if "y" in arrays else None
+    tested = None
+    if {"x_test", "y_test"} <= arrays.keys() and len(arrays["x_test"]):
+        test = _samples(arrays["x_test"], card, data)
+        tested = len(test), _score(card, _outputs(session, test, card, model), arrays["y_test"], data)
+    if not isinstance(card.target, (Classification, Steps)):
+        return Predictions(card, outputs, None, None, score, doubted, tested)
+    shifted = np.exp(outputs.astype(np.float64) - outputs.max(axis=-1, keepdims=True))
+    shares = (shifted / shifted.sum(axis=-1, keepdims=True)).max(axis=-1).astype(np.float32)
+    return Predictions(card, outputs, outputs.argmax(axis=-1), shares, score, doubted, tested)
+
+
+def _outputs(session: ort.InferenceSession, x: NDArray[Any], card: Card, model: Path) -> F32:
+    """The model's outputs for samples. Raises BundleError."""
     name = session.get_inputs()[0].name
     try:
         parts = [session.run(None, {name: x[low : low + BATCH]})[0] for low in range(0, len(x), BATCH)]
     except Exception as error:  # onnxruntime raises a class of its own for every status
         raise BundleError(f"{model} does not run on samples of shape {x.shape[1:]}: {error}; {MODEL}") from None
-    outputs = np.concatenate(parts)
+    outputs: F32 = np.concatenate(parts)
     if outputs.shape[1:] != card.target.output:
         raise BundleError(f"{model} gives {outputs.shape[1:]} a sample, its metadata says {card.target.output}")
-    score = None
-    if "y" in arrays:
-        y = card.target.check(arrays["y"], str(data))
-        if len(y) != len(x):
-            raise DataError(f"{data}: {len(x)} samples but {len(y)} labels; give one label a sample, or leave y out")
-        score = card.target.score(outputs, y)
-    if not isinstance(card.target, (Classification, Steps)):
-        return Predictions(card, outputs, None, None, score, doubted)
-    shifted = np.exp(outputs.astype(np.float64) - outputs.max(axis=-1, keepdims=True))
-    shares = (shifted / shifted.sum(axis=-1, keepdims=True)).max(axis=-1).astype(np.float32)
-    return Predictions(card, outputs, outputs.argmax(axis=-1), shares, score, doubted)
+    return outputs
+
+
+def _score(card: Card, outputs: F32, y: NDArray[Any], data: Path) -> float:
+    """The target's score. Raises DataError."""
+    labels = card.target.check(y, str(data))
+    if len(labels) != len(outputs):
+        raise DataError(f"{data}: {len(outputs)} samples but {len(labels)} labels; give one label a sample, or none")
+    return card.target.score(outputs, labels)
 
 
 def _samples(x: NDArray[Any], card: Card, data: Path) -> NDArray[Any]:
@@ -129,6 +144,8 @@ def predict(
         print(f"... and {n - LINES} more; --out FILE.csv writes all")
     if found.score is not None:
         print(f"score {found.score:.4f} on {n} samples")
+    if found.tested is not None:
+        print(f"score {found.tested[1]:.4f} on the file's {found.tested[0]} test samples")
 
 
 def _lines(found: Predictions, most: int) -> Iterator[str]:
@@ -150,6 +167,8 @@ def _named(found: Predictions, labels: Any) -> Any:
 
 def _json(found: Predictions) -> dict[str, Any]:
     said: dict[str, Any] = {"model": dict(found.card.entries), "samples": len(found.outputs), "score": found.score}
+    if found.tested is not None:
+        said |= {"test_samples": found.tested[0], "test_score": found.tested[1]}
     if found.classes is None or found.probability is None:
         return {**said, "outputs": found.outputs.tolist()}
     names = {"names": _named(found, found.classes.tolist())} if found.card.class_names else {}

@@ -90,6 +90,24 @@ def test_classes_have_their_names_probabilities_and_a_score(tmp_path: Path, caps
         np.testing.assert_array_equal(z["outputs"], X)
 
 
+def test_test_samples_in_the_file_have_a_score_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = model(tmp_path / "m.onnx", Classification(classes=2), ("no", "yes"))
+    test = {"x_test": X[:2], "y_test": np.array([0, 0])}
+    file = data(tmp_path / "d.npz", x=X, y=np.array([1, 0, 0]), **test)
+    predict(path, file)
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "score 0.6667 on 3 samples",
+        "score 0.5000 on the file's 2 test samples",
+    ]
+    predict(path, file, as_json=True)
+    assert {"test_samples": 2, "test_score": 0.5}.items() <= json.loads(capsys.readouterr().out).items()
+    predict(path, data(tmp_path / "none.npz", x=X, y=np.array([1, 0, 0]), x_test=X[:0], y_test=np.array([], np.int64)))
+    assert "test samples" not in capsys.readouterr().out
+    short = data(tmp_path / "short.npz", x=X, **{**test, "y_test": np.array([0])})
+    with pytest.raises(DataError, match="2 samples but 1 labels"):
+        predict_file(path, short)
+
+
 def test_raw_samples_are_normalised_once(tmp_path: Path) -> None:
     path = model(tmp_path / "m.onnx", Regression(outputs=2), how=RAW)
     due = (X - np.array([1.0, 2.0])) / np.array([2.0, 4.0])
