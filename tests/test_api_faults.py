@@ -109,6 +109,29 @@ def test_a_round_that_cannot_be_closed_is_a_fault_until_it_is_closed(
     assert play(tmp_path / "x", script) == play(tmp_path / "y", lambda fleet: undisturbed(fleet, LARGE))
 
 
+def test_a_downlink_that_the_method_cannot_write_is_a_fault_that_names_the_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ValueError("a value is beyond the range")
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        for device in ("a", "bb"):
+            assert (await fleet.train(device)).status_code == 201
+        await until(fleet, lambda f: f["round"] == 2)
+        with monkeypatch.context() as m:
+            m.setattr(FedAvg, "downlink", broken)
+            answer = await fleet.http.get("/v1/federations/fed/work?wait=0", headers=bearer(credential("bb")))
+            refused(answer, "internal-error")
+            said = "method fedavg fails to write the downlink of round 2 (ValueError: a value is beyond the range)"
+            assert said in (await fleet.operator("GET", FED)).json()["fault"]
+        assert (await fleet.work("bb"))["status"] == "train"
+        assert (await fleet.operator("GET", FED)).json()["fault"] is None
+
+    play(tmp_path, script)
+
+
 def test_a_disk_that_is_full_when_an_update_arrives_is_a_fault_until_one_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -307,6 +308,24 @@ def test_a_codec_carries_the_change_up_and_the_model_down(up: str, down: str) ->
     step = {"float32": 1e-7, "float16": 1e-3, "stochastic8": 1 / 127}
     assert np.abs(after.parameters - state.parameters - moved).max() <= 2 * step[up] * np.abs(moved).max()
     assert np.abs(received.parameters - state.parameters).max() <= step[down] * np.abs(state.parameters).max()
+
+
+@pytest.mark.parametrize("down", ["float16", "qsgd", "eden", "drive+"])
+def test_values_that_the_codec_of_the_downlink_cannot_write_never_enter_the_model(down: str) -> None:
+    method = FedAvg(down=down, server_momentum=0.9)
+    state, most = method.start(course(M)), 0.99 * method.largest
+    for round_ in range(1, 4):
+        most = -most  # the server's momentum overshoots
+        update = Payload({"change": np.full(M.d, most, np.float32) - state.parameters, "buffers": state.buffers},
+                         {"samples": 3})  # fmt: skip
+        state = server_round(method, state, {"a": update}, round_=round_)
+        assert method.downlink(course(M), round_ + 1, state, None).arrays
+    with np.errstate(over="ignore"):
+        far = np.full(M.d, 2.5 * method.largest, np.float32)
+    with pytest.raises(PayloadError, match=rf"a parameter of 'a' is beyond {re.escape(method.down)}'s"):
+        method.read_update(
+            assignment(M), state, None, Payload({"change": far, "buffers": state.buffers}, {"samples": 3})
+        )
 
 
 def test_rounding_the_downlink_does_not_move_the_servers_model() -> None:

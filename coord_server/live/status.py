@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from coord_server import engine
+from coord_server.aggregation import MethodError
 from coord_server.state import Stage
 from edge_client.errors import StateError
 from edge_client.protocol.messages import WAITS_SHOWN, Failure, Federation, FederationConfig
@@ -109,10 +110,10 @@ class Faults:
 
     @contextmanager
     def watch(self, thing: str, sentence: str) -> Iterator[None]:
-        """Set the fault of `thing` when a StateError passes, clear it otherwise. A refusal leaves it alone."""
+        """Set the fault of `thing` for a StateError or MethodError; clear it without. A refusal leaves it alone."""
         try:
             yield
-        except StateError as error:
+        except (StateError, MethodError) as error:
             self.set(thing, f"{sentence}: {error}")
             raise
         except Exception:

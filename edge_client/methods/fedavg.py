@@ -30,8 +30,10 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from edge_client.bundle import F32, Model
+from edge_client.errors import PayloadError
 from edge_client.methods import Influence, ValueCodecName
 from edge_client.methods.shared.averaging import (
+    LARGEST,
     Total,
     Update,
     Weights,
@@ -118,6 +120,11 @@ class FedAvg(Coded):
         """How the parameters travel up."""
         return Uplink(self.up, self.feedback, self.down == PLAIN, self.per_tensor)
 
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a global parameter that the downlink can carry."""
+        return LARGEST if self.down == PLAIN else values.codec(self.down).most
+
     # --- server half
 
     def start(self, course: Course) -> State:
@@ -149,8 +156,11 @@ class FedAvg(Coded):
         return 4 * m.buffers_d + self.uplink.limit(m.d, len(m.parameters) if self.per_tensor else 1)
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
+        """The device's model. Raises PayloadError, also for values that the codec of the downlink could not write."""
         m = a.model.manifest
         parameters = self.uplink.read(a, "parameters", payload, state.parameters, frozen(m), "buffers")
+        if float(np.abs(parameters).max(initial=0.0)) > self.largest:
+            raise PayloadError(f"a parameter of {a.device!r} is beyond {self.down}'s range; lower the learning rate")
         return Update(parameters, vector(payload, "buffers", m.buffers_d), count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
@@ -173,7 +183,7 @@ class FedAvg(Coded):
             change = np.subtract(now.parameters, state.parameters, dtype=np.float64)
             old = np.zeros(change.size, np.float32) if state.velocity is None else state.velocity
             step, velocity = accelerated(change, old, self.server_momentum)
-            now = State(float32(state.parameters + step), now.buffers, velocity=float32(velocity))
+            now = State(float32(state.parameters + step, self.largest), now.buffers, velocity=float32(velocity))
         covered = window(self.average, course.rounds)
         if covered == 1 or round_ <= course.rounds - covered:
             return now, {}

@@ -112,9 +112,9 @@ def dot(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
         return float(np.multiply(a, b).sum())
 
 
-def float32(values: NDArray[np.float64]) -> F32:
-    """The values as float32, in its range."""
-    return np.clip(values, -LARGEST, LARGEST).astype(np.float32)
+def float32(values: NDArray[np.float64], most: float = LARGEST) -> F32:
+    """The values as float32, cut off at the magnitude `most`."""
+    return np.clip(values, -most, most).astype(np.float32)
 
 
 def influence(start: Weights, update: Update) -> Influence:

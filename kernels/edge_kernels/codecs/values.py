@@ -48,7 +48,8 @@ class ValueCodec:
     """One way to write a vector. `encode` is given finite float32[d]; whatever `decode` returns is checked.
 
     `coarse` codecs lose so much that they carry changes and no models. `with_parameter` makes the codec of
-    ``NAME:PARAMETER``, or raises ValueError with the choices; None if the codec has no parameter.
+    ``NAME:PARAMETER``, or raises ValueError with the choices; None if the codec has no parameter. `encode` takes values
+    up to the magnitude `most`; it may refuse larger ones.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ValueCodec:
     decode: Callable[[bytes, int, int], F32]
     coarse: bool = False
     with_parameter: Callable[[str], ValueCodec] | None = None
+    most: float = 1e30
 
 
 def encode(name: str, values: NDArray[Any], stream: int) -> bytes:
@@ -204,7 +206,9 @@ VALUES: Mapping[str, ValueCodec] = {
     name: replace(codec, name=name)
     for name, codec in {
         "float32": ValueCodec("", partial(_encode_float, dtype="<f4"), partial(_decode_float, dtype="<f4")),
-        "float16": ValueCodec("", partial(_encode_float, dtype="<f2"), partial(_decode_float, dtype="<f2")),
+        "float16": ValueCodec(
+            "", partial(_encode_float, dtype="<f2"), partial(_decode_float, dtype="<f2"), most=65504.0
+        ),
         "stochastic8": ValueCodec("", _encode_stochastic, _decode_stochastic),
         "eden": _eden("1"),
         "drive": _drive("unbiased", "drive", rotation.encode_drive, partial(rotation.decode, bits=1, unit=True)),
