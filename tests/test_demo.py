@@ -72,7 +72,7 @@ def test_the_demo_writes_every_figure_it_promises(tmp_path: Path, capsys: pytest
     assert written["settings"]["methods"]["lattice"]["prune_after"] == 1  # of two rounds
     assert compact["latency_dense_ms"] > 0
     assert compact["latency_compact_ms"] > 0
-    assert compact["max_abs_diff"] <= 1e-5
+    assert compact["max_abs_diff"] <= 1e-4
     assert written["settings"]["rounds"] == 2
     assert len(list(folder.glob("lattice/*/personal.onnx"))) == 2
     said = capsys.readouterr().out.splitlines()
