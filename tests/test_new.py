@@ -36,7 +36,7 @@ def test_every_project_simulates_at_once_on_drawn_weights_that_its_own_export_ha
     assert "maskfleet simulate simulate.toml\n" in capsys.readouterr().out
     simulate_cli.simulate(tmp_path / "mine" / "simulate.toml", rounds=1, method="standalone")
     told = capsys.readouterr()
-    assert "data.py:load on 10 devices, 1437 training" in told.out
+    assert "data.py:load on 10 devices, 1299 training" in told.out
     assert "warning" not in told.err
     (made,) = (tmp_path / "cache").iterdir()
     bundle = Bundle.open(made)

@@ -357,7 +357,9 @@ def test_the_files_of_a_split_are_read_by_devices_and_by_a_simulation_as_the_sam
         "[methods.standalone]\n"
     )
     data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
-    assert f"--data {tmp_path}/parts/device-0.npz --device device-0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"--data {tmp_path}/parts/device-0.npz --device device-0" in said
+    assert "no device has validation samples" not in said
     _, bundle, devices = open_simulation(tmp_path / "run.toml")
     (tmp_path / "again.toml").write_text(
         'bundle = "digits"\nrounds = 1\ncohort = 3\nseed = 4\n[data]\nname = "npz"\npath = "parts"\n'
@@ -372,7 +374,7 @@ def test_the_files_of_a_split_are_read_by_devices_and_by_a_simulation_as_the_sam
         data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
 
 
-def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path) -> None:
+def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for label in ("oak", "ash"):
         for i in range(10):
             picture(tmp_path / "trees" / label / f"{i}.png", GREY, (8, 8))
@@ -382,6 +384,7 @@ def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path) -> No
     )
     data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
     assert (tmp_path / "parts" / "about.toml").read_text() == 'class_names = ["ash", "oak"]\nbetween = [0.0, 1.0]\n'
+    assert "no device has validation samples, so each ends with the global model" in capsys.readouterr().out
 
 
 def test_a_folder_of_files_is_refused_where_one_is_misnamed_or_none_is_there(tmp_path: Path) -> None:

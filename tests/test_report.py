@@ -105,6 +105,20 @@ def test_a_method_of_fewer_epochs_than_training_alone_is_advised_to_take_as_many
     assert (f"epochs = {alone}, as standalone has (here {mine}), then " in said) is hinted
 
 
+@pytest.mark.parametrize(("after", "hinted"), [(0.95, True), (0.8, False), (None, False)])
+def test_where_one_more_round_on_the_device_would_reach_the_base_the_first_hint_is_a_model_of_its_own(
+    after: float | None, hinted: bool
+) -> None:
+    methods = {name: make_method({"name": name}) for name in ("fedavg", "standalone")}
+    records: dict[str, Any] = {
+        name: {"score_mean": score, "score_start": 0.1} for name, score in (("fedavg", 0.6), ("standalone", 0.9))
+    }
+    records["fedavg"]["score_mean_after_local_epochs"] = after
+    (said,) = report.warnings(records, methods)
+    first = "validation = 0.1 under [data], for a model of each device's own (after one more round: 0.950), then "
+    assert f"helps: {first if hinted else ''}lr (here 0.01)" in said
+
+
 @pytest.mark.parametrize(
     ("labels", "width", "due"),
     [

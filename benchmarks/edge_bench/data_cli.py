@@ -51,6 +51,8 @@ def split(
     typer.echo(f"maskfleet join URL --token TOKEN --data {shlex.quote(str(paths[first]))} --device {first}")
     if divided.normalised and divided.normalisation is None:
         typer.echo("the samples are normalised, and how cannot be said: the models take normalised samples alone")
+    if not any(len(d.x_val) for d in divided.devices.values()):
+        typer.echo("no device has validation samples, so each ends with the global model; [data] validation = 0.1")
     if not is_place(checked.bundle):
         if (m.class_names, m.input.normalisation) != (names, divided.normalisation) and about:
             typer.echo(f"{out / ABOUT} has what the bundle {m.name!r} does not say: {', '.join(about)}")

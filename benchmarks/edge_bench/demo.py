@@ -33,8 +33,8 @@ from edge_client.training import open_trainer
 BUNDLES: Mapping[str, str] = {"har": "har", "digits": "digits-wide"}
 """The packaged bundle of each data set."""
 # Settings of each method; other methods run with their defaults. Lattice's are those that docs/choosing.md names for
-# small personal models. On the digits' validation parts (seeds 0 to 2) the rates 0.01, 0.03 and 0.1 are within .6 points
-# for FedAvg and 1.3 for Lattice; HAR's own table tried 0.03 and more. FedMask's rates were chosen on validation parts.
+# small personal models. On the digits' validation parts (seeds 0 to 2) the rates 0.01, 0.03 and 0.1 differ by .6 points
+# for FedAvg and 1.3 for Lattice; HAR's own table tried 0.03 and more. FedMask's were chosen on validation parts.
 _FEDMASK: Mapping[str, Any] = {"keep": 0.8, "restart": "latent"}
 _ALL: Mapping[str, Mapping[str, Any]] = {
     "lattice": {"lr": 0.03, "prune": 0.4, "prune_after": 4, "personal_epochs": 3},

@@ -28,6 +28,7 @@ from edge_client.protocol.messages import Round, Scores, Traffic
 Record = dict[str, Any]
 ALONE = "standalone"  # the method of devices that train for themselves
 FEW = 100  # test samples
+PERSONAL = "validation = 0.1 under [data], for a model of each device's own (after one more round: {:.3f})"
 MISSED = 0.03  # three points: a method that ends further below its rival is named
 
 CAPTION = """score: each device's own model on its own test samples, mean over devices
@@ -170,6 +171,8 @@ def warnings(
             bases["training alone"] = records[alone]["score_mean"]
             own, epochs = (getattr(methods[which], "epochs", None) for which in (label, alone))
             hints = _advice(hints, own, alone, epochs)
+        rate = getattr(methods[label], "lr", None) or getattr(methods[label], "usual_lr", None)
+        hints = [f"lr (here {rate:g})" if hint == "lr" and rate else hint for hint in hints]
         if limited := guard.said(r.get("guarded", 0)):
             found.append(f"{label}: {limited}")
         if r.get("kept_share") == 1 and (unpruned := methods[label].unpruned()):
@@ -183,7 +186,10 @@ def warnings(
             worse[f"{rival}'s score"] = scores[rival]
         if not worse and best is not None and scores[best] > 0 and score < scores[best] / 2 - least:
             worse[f"half of {best}'s score"] = scores[best]
-        found += [said for than, base in worse.items() if (said := below(label, score, base, than, hints))]
+        after = r.get("score_mean_after_local_epochs")
+        for than, base in worse.items():
+            own_model = [PERSONAL.format(after)] if after is not None and after >= base else []
+            found += [said] if (said := below(label, score, base, than, [*own_model, *hints])) else []
     return found
 
 
