@@ -567,12 +567,22 @@ def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one
     assert not fleet.lost
 
 
-def test_after_the_last_round_every_device_receives_the_mean_of_the_last_rounds_in_quarters_of_a_move() -> None:
-    fleet, after = Fleet(Lattice(epochs=1, quantum=0.5, lr=0.1, average=0.5), THREE, rounds=8), []
+def test_the_mean_samples_are_those_of_all_updates_so_far() -> None:
+    fleet = Fleet(Lattice(epochs=1, lr=0.1), {"a": samples(0, 4), "b": samples(1, 8), "c": samples(0, 12)})
+    for cohort, mean in (("ab", 6.0), ("c", 8.0), ("abc", 8.0), ("c", 60 / 7)):
+        fleet.play(*cohort)
+        assert fleet.state.samples == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("covered", [3, 4, 5])  # the mean of four is whole in quarters of a move
+def test_after_the_last_round_every_device_receives_the_mean_of_the_last_rounds_in_quarters_of_a_move(
+    covered: int,
+) -> None:
+    fleet, after = Fleet(Lattice(epochs=1, quantum=0.5, lr=0.1, average=covered / 8), THREE, rounds=8), []
     for round_ in range(8):
         fleet.play(*("abc" if round_ < 5 else "ab"))
         after.append(fleet.moved())
-    due = np.mean(after[-4:], axis=0)
+    due = np.mean(after[-covered:], axis=0)
     unit = spread(trainable(M), fleet.method.unit(fleet.course, fleet.state.steps)).astype(np.float64)
     quarter = unit * 2 ** (MIDDLE - 2)
     for device in "abcx":
@@ -851,6 +861,12 @@ def test_an_update_s_statistics_are_limited_with_its_moves(first: bool) -> None:
     assert limited.scale == (0.25 if first else 0.125)
 
 
+def _with_gain(moves: NDArray[Any], gain: float) -> NDArray[Any]:
+    """Coded moves with another gain; all else is right."""
+    head, coded = up_head(moves.tobytes())
+    return np.frombuffer(replace(head, gain=gain).pack() + coded, np.uint8)
+
+
 def _bad_updates() -> dict[str, Callable[[Payload], Payload]]:
     def array(name: str, value: NDArray[Any]) -> Callable[[Payload], Payload]:
         return lambda p: replace(p, arrays={**p.arrays, name: value})
@@ -864,9 +880,7 @@ def _bad_updates() -> dict[str, Callable[[Payload], Payload]]:
         "a wrong checksum": lambda p: array(MOVES, np.append(p.arrays[MOVES][:1] ^ np.uint8(1), p.arrays[MOVES][1:]))(
             p
         ),
-        "gain is NaN": lambda p: array(
-            MOVES, np.concatenate([np.frombuffer(UpHead(0, float("nan")).pack(), np.uint8), p.arrays[MOVES][8:]])
-        )(p),
+        "gain is NaN": lambda p: array(MOVES, _with_gain(p.arrays[MOVES], float("nan")))(p),
         "statistics": array("statistics", np.zeros(3, np.float16)),
         "no samples": lambda p: replace(p, meta={}),
     }

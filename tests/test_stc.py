@@ -168,9 +168,9 @@ def test_hostile_payloads_are_refused() -> None:
         for name in (MODEL, UPDATES):
             with pytest.raises(PayloadError):
                 fleet.method.receive(a, None, Payload({name: data}, {"since": 0, "version": 1}))
-    for meta in ({"since": -1}, {"since": "x"}, {"since": 7}):
-        with pytest.raises(PayloadError):
-            fleet.method.receive(a, None, Payload({}, meta))
+    for since, said in ((-1, "a version of the model is due"), ("x", "a version of the model is due"), (7, "7")):
+        with pytest.raises(PayloadError, match=said):
+            fleet.method.receive(a, None, Payload({}, {"since": since}))
 
 
 def test_influence_is_the_norm_of_the_change_and_limited_scales_it() -> None:

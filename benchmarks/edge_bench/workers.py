@@ -31,7 +31,7 @@ from edge_kernels import counter
 from edge_client import local
 from edge_client.bundle import digest
 from edge_client.data import DeviceData
-from edge_client.errors import LostError, MaskfleetError
+from edge_client.errors import DivergedError, LostError, MaskfleetError
 from edge_client.methods import Method
 from edge_client.protocol import payload
 from edge_client.protocol.messages import Personalise, Source
@@ -127,6 +127,8 @@ def _train(bench: _Bench, round_: int, turn: Turn, downlink: Payload) -> Trained
         outcome = local.run_round(site.method, task, turn.kept, downlink, site.personalise)
     except LostError as error:
         return Lost(str(error))
+    except DivergedError as error:
+        raise DivergedError(f"device {turn.device!r}: {error}", error.at_start) from None
     return Trained(outcome.kept, payload.encode(outcome.update))
 
 
