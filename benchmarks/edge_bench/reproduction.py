@@ -67,7 +67,7 @@ class Reproduction(BaseModel):
     reference: str
     """The paper, and which table or figure."""
     minutes: Annotated[int, Field(ge=1)]
-    """How long all seeds take on two cores, about."""
+    """How long one seed takes on two quiet cores, about."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0, 1, 2)
     tasks: Annotated[dict[str, Task], Field(min_length=1)]
     methods: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
