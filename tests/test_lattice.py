@@ -18,7 +18,7 @@ from numpy_mlp import NumpyMlp, clusters, mlp, model
 
 from coord_server import guard
 from edge_client.bundle import F32, Manifest
-from edge_client.errors import LostError, PayloadError
+from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods.lattice import batch_norm
 from edge_client.methods.lattice import grid as grid_module
 from edge_client.methods.lattice import method as method_module
@@ -565,6 +565,14 @@ def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one
     assert np.array_equal(fleet.receive("c").counts, fleet.receive("a").counts)
     assert np.array_equal(fleet.receive("c").counts, fleet.state.counts)
     assert not fleet.lost
+
+
+def test_a_model_with_more_parameters_than_the_coder_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(method_module, "MOST_PARAMETERS", D)
+    Fleet(Lattice(), THREE)
+    monkeypatch.setattr(method_module, "MOST_PARAMETERS", D - 1)
+    with pytest.raises(ConfigError, match=f"{D} trainable parameters and Lattice codes {D - 1} at most"):
+        Fleet(Lattice(), THREE)
 
 
 def test_the_mean_samples_are_those_of_all_updates_so_far() -> None:

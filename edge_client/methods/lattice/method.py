@@ -44,7 +44,7 @@ from edge_kernels.lattice_model import Known
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
-from edge_client.errors import DivergedError, PayloadError
+from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.lattice import batch_norm, delivery, grid, levels
 from edge_client.methods.lattice.delivery import CHANGE, STEPS
@@ -79,6 +79,7 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 
 BAD_ROUNDS = 2  # in a row that halve the steps
 FIRST = 0.25  # of the quantum, in round 1: each device has its own steps then, so stratified dither does not cancel
+MOST_PARAMETERS = 1 << 24  # where all of them move, the coder takes no more
 FEW = 64  # moves: the least size that the norm guard gives to an update of a device with the mean samples
 UPWARD = 0.3  # added before rounding down: from .7 of a cell on N moves, so noise about half a cell does not flip it
 
@@ -109,6 +110,11 @@ class Lattice(Settings):
         if self.prune is not None:
             check(course, self.prune, self.prune_after, self.prune_keep)
         part = trainable(course.model.manifest)
+        if part.size > MOST_PARAMETERS:
+            raise ConfigError(
+                f"model {course.model.manifest.name!r} has {part.size:,} trainable parameters and Lattice codes "
+                f"{MOST_PARAMETERS:,} at most; freeze layers, or choose stc or fedavg"
+            )
         statistics = course.model.buffers[: self.buffers(course.model)].copy()
         none = np.zeros(0, np.int64)
         return State(
