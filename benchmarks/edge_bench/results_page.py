@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from edge_bench import reproduction
+from edge_bench import reproduction, targets
 from edge_bench.command_line import run_module, write_text
 from edge_bench.curves import amount
 from edge_bench.stored_runs import stored
@@ -42,6 +42,13 @@ the devices and over the seeds, with the standard deviation over the seeds.
 * **earlier version**: the method has changed since; its row is from before.
 * Cells are run at different times: the file names the commit and the machine of each. A `+` after a commit stands for
   changes that were not committed yet.
+
+## Targets
+
+What each row was to reach: the figures of prototypes that were written from the papers, and our own. The row names the
+reproduction, its task and its label below. Whole recordings, untuned rates and networks below 100,000 parameters
+are readings of our own.
+
 """
 
 COLUMNS = (
@@ -222,7 +229,7 @@ def page(folder: Path = RESULTS) -> str:
     """The text of `docs/results.md`."""
     found = results(folder)
     missing = [name for name in reproduction.names() if name not in found]
-    parts = [HEAD]
+    parts = [HEAD + targets.table(found)]
     for variant, result in found.items():
         parts.append(section(variant, result, reproduction.read(variant.removesuffix("-full"), result["full"]).notes))
     if missing:
