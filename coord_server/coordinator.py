@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -44,6 +44,14 @@ WATCH = 0.3  # seconds between looks at what other coordinators have committed
 RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
 
 
+class _Unloaded(NamedTuple):
+    """A federation that cannot be loaded: the versions that it began with and was read at, and what can be shown."""
+
+    first: int
+    version: int
+    shown: Federation
+
+
 class Coordinator:
     """Everything that one data folder holds, alive in one process."""
 
@@ -62,8 +70,7 @@ class Coordinator:
         self.roles = Roles(store.metadata, operator, clock)
         self._clock = clock
         self._federations: dict[str, LiveFederation] = {}
-        # The versions that it began with and was read at, and what can be shown.
-        self._unloaded: dict[str, tuple[int, int, Federation]] = {}
+        self._unloaded: dict[str, _Unloaded] = {}
         self._looking = asyncio.Lock()
         self._sweeping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -98,7 +105,7 @@ class Coordinator:
         async with self._looking:
             known = await asyncio.to_thread(self.store.metadata.known)
             for id_, first in {**{i: live.first for i, live in self._federations.items()},
-                               **{i: unloaded[0] for i, unloaded in self._unloaded.items()}}.items():  # fmt: skip
+                               **{i: unloaded.first for i, unloaded in self._unloaded.items()}}.items():  # fmt: skip
                 if id_ not in known or known[id_].first != first:
                     await self._forget(id_)
             for id_, found in known.items():
@@ -106,7 +113,7 @@ class Coordinator:
                 try:
                     if live is not None:
                         await live.look(found.version)
-                    elif id_ not in self._unloaded or self._unloaded[id_][1] != found.version:
+                    elif id_ not in self._unloaded or self._unloaded[id_].version != found.version:
                         await self._load(id_)
                 except MaskfleetError as error:
                     log.error("%s: %s", id_, error)
@@ -120,7 +127,7 @@ class Coordinator:
         except Exception as error:
             shown = self._shown(id_, text, head.state, head.ready, error)
             shown = shown.model_copy(update={"created_at": head.created_at})
-            self._unloaded[id_] = head.first, head.version, shown
+            self._unloaded[id_] = _Unloaded(head.first, head.version, shown)
             return
         self._unloaded.pop(id_, None)
         self._federations[id_] = live
@@ -331,13 +338,13 @@ class Coordinator:
 
     def summary(self, id_: str) -> Federation:
         """The federation of this id as it stands. Raises Refusal."""
-        return self._unloaded[id_][2] if id_ in self._unloaded else self.federation(id_).summary()
+        return self._unloaded[id_].shown if id_ in self._unloaded else self.federation(id_).summary()
 
     def summaries(self) -> list[Federation]:
         """All federations as they stand, oldest first; those that could not be loaded at the end."""
         return [
             *(live.summary() for live in sorted(self._federations.values(), key=lambda f: (f.created_at, f.id))),
-            *(self._unloaded[id_][2] for id_ in sorted(self._unloaded)),
+            *(self._unloaded[id_].shown for id_ in sorted(self._unloaded)),
         ]
 
     async def federations_of(self, credential: str) -> list[str]:

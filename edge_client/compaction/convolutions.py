@@ -129,7 +129,7 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
         held = [g for g in range(groups) if r[g].size]
         classes = _classes(held, r, c)
         attributes["group"] = groups
-    value = np.array(s.facts(name)[0])
+    value = np.array(s.facts(name).value)
     value[:, np.concatenate(c)[np.concatenate(c) >= 0]] = 0
     need = np.zeros(groups * outs, np.bool_)
     need[np.concatenate(r)[np.concatenate(r) >= 0]] = True

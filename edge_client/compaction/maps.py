@@ -210,7 +210,7 @@ def _forward(s: Study, node: NodeProto) -> None:
     assert found is not None
     out = node.output[0]
     shape = s.shape(out)
-    value = s.net.operators.run(node, [s.facts(v)[0] if v else None for v in node.input])[0]
+    value = s.net.operators.run(node, [s.facts(v).value if v else None for v in node.input])[0]
     varies: Bools = np.zeros(shape, np.bool_)
     label: Labels = np.zeros(shape, np.int64)
     for k in s.net.data(node):
@@ -302,7 +302,7 @@ def _alone(w: Writer, node: NodeProto, found: Behaviour, k: int) -> bool:
     inputs = [piece.name if j == k else w.whole(v) for j, v in enumerate(node.input)]
     ids = piece.ids
     if (ids == -2).any():
-        zero: list[Array | None] = [w.study.facts(v)[0] if v else None for v in node.input]
+        zero: list[Array | None] = [w.study.facts(v).value if v else None for v in node.input]
         zero[k] = np.zeros((1,) * len(shape))
         if net.operators.run(node, zero)[0].any():
             ids = np.maximum(ids, -1)

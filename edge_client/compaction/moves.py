@@ -49,8 +49,8 @@ def sources(s: Study, node: NodeProto) -> list[Ids]:
 def _forward(s: Study, node: NodeProto) -> None:
     (source,) = sources(s, node)
     facts = [s.facts(node.input[k]) for k in s.net.data(node)]
-    value = s.net.operators.run(node, [s.facts(v)[0] if v else None for v in node.input])[0]
-    varies = np.concatenate([f[1].reshape(-1) for f in facts])
+    value = s.net.operators.run(node, [s.facts(v).value if v else None for v in node.input])[0]
+    varies = np.concatenate([f.varies.reshape(-1) for f in facts])
     at = np.maximum(source, 0)
     out = node.output[0]
     s.learn(out, value, varies[at] & (source >= 0), _labels(s, node, source))
@@ -58,7 +58,7 @@ def _forward(s: Study, node: NodeProto) -> None:
 
 def _labels(s: Study, node: NodeProto, source: Ids) -> Labels:
     """Labels of the output; an axis that a concatenation or padding extends is one of channels if it was before."""
-    labels = [s.facts(v)[2] for v in node.input if v and (v in s.varies or node.op_type == "Concat")]
+    labels = [s.facts(v).label for v in node.input if v and (v in s.varies or node.op_type == "Concat")]
     if node.op_type == "Pad":
         shape, widths, axes = labels[0].shape, s.net.known(node.input[1]).reshape(2, -1), _pad_axes(s, node)
         places = []

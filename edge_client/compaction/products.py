@@ -9,15 +9,13 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 from onnx import NodeProto
 
 from edge_client.compaction.convolutions import biased
 from edge_client.compaction.layouts import preferred, worth
 from edge_client.compaction.moves import is_move, sources
-from edge_client.compaction.operators import F64
 from edge_client.compaction.pieces import Ids, by_axis
-from edge_client.compaction.study import Bools, Rule, Study, mixed, some
+from edge_client.compaction.study import Bools, Facts, Rule, Study, mixed, some
 from edge_client.compaction.writer import Writer
 from edge_client.nodes import settings
 
@@ -40,9 +38,9 @@ def is_product(s: Study, node: NodeProto) -> bool:
     return len(node.input) < 3 or not node.input[2] or node.input[2] in s.net.constants
 
 
-def _factor(s: Study, name: str, transposed: bool) -> tuple[F64, Bools, NDArray[np.int64]]:
-    value, varies, label = s.facts(name)
-    return (value.T, varies.T, label.T) if transposed else (value, varies, label)
+def _factor(s: Study, name: str, transposed: bool) -> Facts:
+    found = s.facts(name)
+    return Facts(*(array.T for array in found)) if transposed else found
 
 
 def _shift_free(s: Study, node: NodeProto) -> bool:
@@ -80,14 +78,14 @@ def _cancels(s: Study, value: str, rows: Ids) -> bool:
     return bool(s.users.get(value))
 
 
-def _second(s: Study, node: NodeProto) -> tuple[F64, Bools, NDArray[np.int64]]:
+def _second(s: Study, node: NodeProto) -> Facts:
     """The second factor. Before a softmax, entries that are equal for all columns count as zero."""
     _, name, transposed, _ = operands(s, node)
     value, varies, label = _factor(s, name, transposed)
     if node.op_type == "MatMul" and name in s.varies and _shift_free(s, node):
         flat = ~varies.any(axis=-1, keepdims=True) & (value == value[..., :1]).all(axis=-1, keepdims=True)
         value = np.where(flat, 0.0, value)
-    return value, varies, label
+    return Facts(value, varies, label)
 
 
 def _averages(s: Study, name: str) -> bool:
@@ -142,7 +140,7 @@ def _product_backward(s: Study, node: NodeProto) -> None:
     first, second, transposed, _ = operands(s, node)
     live = s.live(node.output[0])
     a, b = _factor(s, first, False), _second(s, node)
-    some = [x[1] | (x[0] != 0) for x in (a, b)]
+    some = [x.varies | (x.value != 0) for x in (a, b)]
     read = _any(live, some[1].swapaxes(-1, -2))
     s.mark(first, _reduced(read, s.shape(first)))
     back = _any(some[0].swapaxes(-1, -2), live)
@@ -185,7 +183,7 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
     columns = worth(w, own, due, len(rows), last=True)
     given = w.adapted(first, [*others, columns])
     # the constant part: what the inputs that are gone emit, and the bias
-    value = np.array(s.facts(first)[0])
+    value = np.array(s.facts(first).value)
     value[..., columns[columns >= 0]] = 0
     bias = s.net.constants[third] if third else np.zeros(1)
     bias = np.broadcast_to(bias, (*np.broadcast_shapes(bias.shape, (1,) * value.ndim)[:-1], weight.shape[1]))
@@ -219,8 +217,8 @@ def _needed(s: Study, node: NodeProto, first: str, second: str) -> Bools:
     def of(marks: Bools, others: Bools, axis: int) -> Bools:
         return some(marks & others, axis)
 
-    varying = of(a[1], rows, -2) & of(b[1] | (b[0] != 0), columns, -1)
-    return varying | (of(a[1] | (a[0] != 0), rows, -2) & of(b[1], columns, -1))
+    varying = of(a.varies, rows, -2) & of(b.varies | (b.value != 0), columns, -1)
+    return varying | (of(a.varies | (a.value != 0), rows, -2) & of(b.varies, columns, -1))
 
 
 def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:
@@ -246,7 +244,7 @@ def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:
         w.stays(first, f"sums over {len(due)} entries in every matrix; one needs {least}")
     made = w.emit("MatMul", [factor(first, -1), factor(second, -2)])
     gone = np.setdiff1d(np.arange(s.shape(first)[-1]), due)
-    a, b = s.facts(first)[0][..., gone], _second(s, node)[0][..., gone, :]
+    a, b = s.facts(first).value[..., gone], _second(s, node).value[..., gone, :]
     if gone.size and a.any() and b.any():
         rest = np.broadcast_to(np.matmul(a, b), shape)
         for axis, kept in enumerate(target):
@@ -283,7 +281,7 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
     if (need & gone).any() or (s.live(out) & ~np.isin(whole, ids)).any():
         return False
     made = w.emit("MatMul", [w.pieces[first].name, w.pieces[second].name])
-    rest = np.matmul(s.facts(first)[0] * gone[..., None, :], _second(s, node)[0] * gone[..., :, None])
+    rest = np.matmul(s.facts(first).value * gone[..., None, :], _second(s, node).value * gone[..., :, None])
     if rest.any():
         held_rest = np.take_along_axis(np.broadcast_to(rest, whole.shape), at, -1) * (ids >= 0)
         made = w.emit("Add", [made, w.mapped(held_rest)])

@@ -64,16 +64,16 @@ def _starts(s: Study, node: NodeProto) -> list[str]:
 
 def _forward(s: Study, node: NodeProto) -> None:
     inputs, units = _links(s, node)
-    moves = some(s.facts(node.input[0])[1], (0, 1))
+    moves = some(s.facts(node.input[0]).varies, (0, 1))
     varies = some(inputs & moves, 2)
     for name in _starts(s, node):
-        varies = varies | s.facts(name)[1][:, 0]
+        varies = varies | s.facts(name).varies[:, 0]
     for _ in range(units.shape[1]):
         more = varies | (units & varies[:, None, :]).any(axis=2)
         if (more == varies).all():
             break
         varies = more
-    values = s.net.operators.run(node, [s.facts(v)[0] if v else None for v in node.input])
+    values = s.net.operators.run(node, [s.facts(v).value if v else None for v in node.input])
     label = np.arange(units.shape[1])
     for name, value in zip([o for o in node.output if o], values, strict=True):
         s.learn(name, value, np.broadcast_to(varies[:, None], value.shape), label)
@@ -117,9 +117,9 @@ def _courses(s: Study, node: NodeProto) -> F64:
     full = NodeProto()
     full.CopyFrom(node)
     full.output[:] = ["y"]
-    states = s.net.operators.run(full, [s.facts(v)[0] if v else None for v in node.input])[0][:, :, 0].swapaxes(0, 1)
+    states = s.net.operators.run(full, [s.facts(v).value if v else None for v in node.input])[0][:, :, 0].swapaxes(0, 1)
     start = (
-        s.facts(node.input[5])[0]
+        s.facts(node.input[5]).value
         if len(node.input) > 5 and node.input[5]
         else np.zeros((len(states), 1, states.shape[2]))
     )
@@ -256,7 +256,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
     due = np.flatnonzero((inputs & live[:, :, None]).any(axis=(0, 1)) & moves)
     lists = w.lists(name)
     columns = worth(w, lists[2], due, gates * int(live.sum()), last=True)
-    x = np.array(s.facts(name)[0])[:, 0]
+    x = np.array(s.facts(name).value)[:, 0]
     x[:, columns[columns >= 0]] = 0
     wholes = []
     for way, courses in enumerate(_courses(s, node)):
@@ -264,7 +264,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
         still = np.flatnonzero(~varying & np.abs(courses).max(axis=0).astype(bool))
         each = (weight[way].reshape(gates, h, -1), recurrent[way].reshape(gates, h, h), bias[way].reshape(2, gates, h))
         wholes.append(_Whole(*each, np.flatnonzero(live[way]), still, courses, x, _backwards(node, way)))
-    made = _fewest(node, wholes, len(columns), not any(s.facts(v)[1].any() for v in _starts(s, node)))
+    made = _fewest(node, wholes, len(columns), not any(s.facts(v).varies.any() for v in _starts(s, node)))
     most = max(1, *(len(way.own) for way in made))
     _note(w, node, live, made)
     # Where they are as many as there were, each lies at its own entry.
@@ -314,7 +314,7 @@ def _note(w: Writer, node: NodeProto, live: Bools, made: list[_Way]) -> None:
         kept = way.own[way.own >= 0]
         used = some(way.weight != 0, (0, 2)) | some(way.recurrent != 0, (0, 2))
         idle = int((~used[: len(kept)]).sum())
-        if idle and any(w.study.facts(v)[1].any() for v in _starts(w.study, node)):
+        if idle and any(w.study.facts(v).varies.any() for v in _starts(w.study, node)):
             w.stays(_made(node), f"keeps units without weights ({idle}), which carry their start on")
         if most > len(way.own):
             w.stays(_made(node), f"gives both directions {most} units; one needs {len(way.own)}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,14 @@ Bools = NDArray[np.bool_]
 Labels = NDArray[np.int64]
 _Any = TypeVar("_Any", bound=np.generic)
 _MIX = np.int64(1_000_003)
+
+
+class Facts(NamedTuple):
+    """What is known of a value; arrays of its shape for one sample, as in `Study`."""
+
+    value: Array
+    varies: Bools
+    label: Labels
 
 
 @dataclass
@@ -64,12 +72,12 @@ class Study:
         """The shape for one sample."""
         return self.net.shapes[name]
 
-    def facts(self, name: str) -> tuple[Array, Bools, Labels]:
-        """Value, whether it varies, and labels of any value, constants and sizes too."""
+    def facts(self, name: str) -> Facts:
+        """Those of any value, constants and sizes too."""
         if name in self.varies:
-            return self.value[name], self.varies[name], self.label[name]
+            return Facts(self.value[name], self.varies[name], self.label[name])
         known = self.net.known(name)
-        return known, np.broadcast_to(np.False_, known.shape), np.broadcast_to(np.int64(0), known.shape)
+        return Facts(known, np.broadcast_to(np.False_, known.shape), np.broadcast_to(np.int64(0), known.shape))
 
     def learn(self, name: str, value: Array, varies: Bools | np.bool_, label: Labels | np.int64) -> None:
         """Store the facts of a value; it keeps 0 where it varies."""
@@ -141,7 +149,7 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule], whole: Mapping[str
     with np.errstate(all="ignore"):
         for node in nodes:
             chosen = rule(found, node)
-            if not any(found.facts(v)[1].any() for v in node.input if v) and all(
+            if not any(found.facts(v).varies.any() for v in node.input if v) and all(
                 v in found.varies or v in net.constants or v in net.sizes for v in node.input if v
             ):
                 chosen = _settled(chosen)
@@ -182,7 +190,7 @@ def _settled(rule: Rule) -> Rule:
 
 def constant_outputs(s: Study, node: NodeProto) -> None:
     """Facts of a node whose inputs are all constant."""
-    made = s.net.operators.run(node, [s.facts(v)[0] if v else None for v in node.input])
+    made = s.net.operators.run(node, [s.facts(v).value if v else None for v in node.input])
     for name, value in zip([o for o in node.output if o], made, strict=True):
         s.learn(name, value, np.False_, np.int64(0))
 

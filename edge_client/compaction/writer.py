@@ -243,7 +243,7 @@ class Writer:
         """
         shape = self.study.shape(value)
         wanted = grid(shape, target)
-        flat = self.study.facts(value)[0].reshape(-1)
+        flat = self.study.facts(value).value.reshape(-1)
         if value not in self.pieces:
             held = np.where(wanted >= 0, flat[np.maximum(wanted, 0)], 0).astype(flat.dtype)
             return self._batched(value, held) if batch else self.constant(held)
