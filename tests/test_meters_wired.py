@@ -17,7 +17,7 @@ import pytest
 from emulated_power import SECONDS, SHAPES, Truth, VirtualClock, pulses, record
 
 from edge_client.errors import ConfigError, MeterError
-from edge_client.measure import android, csv_trace, sync
+from edge_client.measure import android, csv_heading, csv_trace, sync
 from edge_client.measure.adb import AdbError, connect
 from edge_client.measure.energy import joules
 from edge_client.measure.meters import Family, choose, families
@@ -600,6 +600,13 @@ def test_columns_are_chosen_by_words_and_scaled_by_their_units(head: str) -> Non
 )
 def test_a_time_may_be_in_nanoseconds_minutes_or_hours(head: str, seconds: float) -> None:
     assert csv_trace.parse(f"{head},Power\n0,5\n2,5", "x")[0].tolist() == [0.0, pytest.approx(2 * seconds)]
+
+
+def test_the_page_lists_the_words_of_column_names() -> None:
+    page = " ".join((Path(__file__).parents[1] / "docs" / "bench.md").read_text().split())
+    for key, words in {**csv_heading.WORDS, "any, beside these": csv_heading.PLAIN}.items():
+        assert f"| {key} | {' '.join(words.split())} |" in page
+    assert f"one of these words: {csv_heading.OTHER}." in page
 
 
 @pytest.mark.parametrize(
