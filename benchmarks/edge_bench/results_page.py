@@ -184,8 +184,8 @@ def small_models(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return out
 
 
-def section(name: str, result: Mapping[str, Any], notes: str) -> str:
-    """A reproduction's part of the page; `notes` are those of its file."""
+def section(name: str, result: Mapping[str, Any], r: reproduction.Reproduction) -> str:
+    """A reproduction's part of the page; title and notes are those of its file."""
     ran = {row["task"] for row in result["summary"].values()}
     attempts: dict[str, set[str]] = {}
     for tried in result["tried"]:
@@ -194,7 +194,7 @@ def section(name: str, result: Mapping[str, Any], notes: str) -> str:
     compared = ", ".join(f"`{about}` {len(own)}" for about, own in sorted(attempts.items()) if len(own) > 1)
     chosen = f" Settings compared on the validation part, listed in the file: {compared}." if compared else ""
     lines = [
-        f"## {name}: {result['title']}",
+        f"## {name}: {r.title}",
         "",
         f"{result['reference']}. `{result['command']}`, table of commit {result['commit'] or 'unknown'}, "
         f"{result['machine']['cores']} cores.{chosen}",
@@ -207,8 +207,8 @@ def section(name: str, result: Mapping[str, Any], notes: str) -> str:
             if task in ran
         ),
     ]
-    if notes:
-        lines += ["", notes.strip()]
+    if r.notes:
+        lines += ["", r.notes.strip()]
     return "\n".join(lines) + "\n"
 
 
@@ -231,7 +231,7 @@ def page(folder: Path = RESULTS) -> str:
     missing = [name for name in reproduction.names() if name not in found]
     parts = [HEAD + targets.table(found)]
     for variant, result in found.items():
-        parts.append(section(variant, result, reproduction.read(variant.removesuffix("-full"), result["full"]).notes))
+        parts.append(section(variant, result, reproduction.read(variant.removesuffix("-full"), result["full"])))
     if missing:
         parts.append("## Not run yet\n\n" + "\n".join(f"* `{m}`: {reproduction.read(m).title}" for m in missing) + "\n")
     return "\n".join(parts)
