@@ -1,7 +1,7 @@
 """Warm starts: a bundle with other weights, those of a file or of a federation's global model.
 
 A federation that starts from given values gets a bundle of its own: the same graphs, and a weights part that holds the
-values. So a model stays data with a digest, devices fetch and check it as ever, and no method has to know of it.
+values. So a model stays data with a digest, devices fetch and check it as ever, and methods need no change.
 """
 
 from __future__ import annotations

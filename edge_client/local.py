@@ -1,10 +1,10 @@
 """One round on a device: decode the downlink, train, score before and after, add the figures to the update; or why not.
 
-And the end: which of the models that it could keep the device ends with. The HTTP client and the simulator call these
-same functions. What travels between rounds is arrays here and typed values inside the method.
+The end: which model the device keeps. The HTTP client and the simulator call these same functions. What travels between
+rounds is arrays here and typed values inside the method.
 
-A device that keeps the best of its models holds the one it trained last beside what its method keeps, under names that
-begin with `TRAINED`. So both count together or not at all.
+A device that keeps the best of its models stores the one it trained last beside what its method keeps, under names that
+begin with `TRAINED`. Both are stored in one write.
 """
 
 from __future__ import annotations

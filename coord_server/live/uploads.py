@@ -117,7 +117,7 @@ class Uploads:
 
     def _check_now(self, e: Updated, incoming: Incoming, small: bytes | None, values: Values) -> Checked | None:
         """Check digest and content, then write a large body to disk; None when memory holds the state of another round
-        or does not know the device's place in it.
+        or has no place for the device.
 
         Blocks. Raises Refusal, PayloadError, StateError.
         """

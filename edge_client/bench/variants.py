@@ -1,4 +1,4 @@
-"""What is measured side by side: variants of one model. A variant is a name and a file; its name's end says the engine.
+"""What is measured side by side: variants of one model. A variant is a name and a file; the suffix names the engine.
 
 A bundle gives those that `MAKERS` lists. A maker writes its file into a folder, or raises MaskfleetError with why it
 cannot: the report then has that sentence. A file that is given is a variant by itself.

@@ -83,7 +83,7 @@ class State(Weights):
 
 @dataclass(frozen=True)
 class Kept:
-    """What a device with feedback still owes: the part of its changes that did not travel, float32[d]."""
+    """What codecs lost so far, float32[d], added to the next change."""
 
     residual: F32
 

@@ -76,7 +76,7 @@ class Row:
 
     @property
     def exact(self) -> bool:
-        """Whether it says what the masked module says, up to float32's own rounding."""
+        """Whether its outputs equal the masked module's, up to float32's own rounding."""
         return self.error_std is not None and self.error_std <= max(EXACT, 2 * (self.error_dense_std or 0.0))
 
     def row(self) -> dict[str, Any]:

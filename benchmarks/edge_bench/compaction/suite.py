@@ -76,7 +76,7 @@ class Result:
 
     @property
     def exact(self) -> bool:
-        """Whether the model was written and says what the masked module says, up to float32's own rounding."""
+        """Whether the written model's outputs equal the masked module's, up to float32's own rounding."""
         return self.error_std is not None and self.error_std <= max(EXACT, 2 * (self.error_dense_std or 0.0))
 
     @property
@@ -92,7 +92,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Subject:
-    """A masked graph, ready to be compacted: what it must say, and what it may cost at least."""
+    """A masked graph, ready to be compacted: the outputs that it must have, and what it may cost at least."""
 
     case: Case
     masked: Masked

@@ -1,7 +1,7 @@
 """Local SGD with momentum, the local epochs of every method that moves a bundle's own weights.
 
-A network that is trained already and has batch-norm statistics forgets what it knows at a rate that suits random
-weights, before the federation has learned anything. So the rate's default depends on the bundle.
+A rate for random weights destroys a trained network with batch-norm statistics before the federation has learned
+anything. So the rate's default depends on the bundle.
 """
 
 from __future__ import annotations
