@@ -76,7 +76,7 @@ class Closed:
 
 
 class UnusableUpdate(MaskfleetError):
-    """An acknowledged update cannot be folded: `device` says whose, the message why. Close the round without it."""
+    """An acknowledged update of `device` cannot be folded; the message has the reason. Close the round without it."""
 
     def __init__(self, device: str, reason: str) -> None:
         super().__init__(f"the update of {device!r} cannot be folded: {reason}")
@@ -197,7 +197,7 @@ def close_round(
     """Fold the round's updates, sorted by device name, into the next state.
 
     `contributions` is read one at a time, so it may load each from disk. `influences` are those of the round's updates
-    that have one: updates far beyond the others are clipped or dropped as `how` says (`guard`). `fleet` is that of
+    that have one: updates far beyond the others are clipped or dropped by `how` (`guard`). `fleet` is that of
     `Method.sized`. Traffic, loss and scores are of the devices that were folded; `skipped` are those left out before,
     for the record. The round's seconds are the caller's to fill in. When every update was dropped the state stays.
     Raises UnusableUpdate for the first that cannot be folded (a method folds in place, so the caller begins again

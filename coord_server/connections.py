@@ -97,7 +97,7 @@ class Places:
         if found is not None:
             task, connection = found
             task.cancel()
-            if connection is not None:  # its answer says Connection: close
+            if connection is not None:  # its answer has Connection: close
                 self.leave(connection)
 
     def _make_room(self) -> bool:

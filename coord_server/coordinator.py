@@ -262,7 +262,7 @@ class Coordinator:
     async def delete(self, id_: str) -> None:
         """Delete a federation that does not run, and all that belongs to it. Raises Refusal, StateError.
 
-        One that could not be loaded here may run at another coordinator: it is refused while its state says so. Once
+        One that could not be loaded here may run at another coordinator: it is refused while its state shows that. Once
         the rows are gone a kill loses nothing: the next start drops the blobs that are left.
         """
         with suppress(Refusal):

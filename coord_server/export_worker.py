@@ -1,8 +1,8 @@
 """Makes one model file in a process of its own: ``python -m coord_server.export_worker FOLDER`` (see `exports`).
 
 FOLDER holds `order.json`, the federation's state and the device's record as stored, and a bundle of what is read. The
-worker writes `said`, a line about what it does. It leaves `model`, whole and proved equal, and `made.json`, which says
-what that is, or a sentence in `fault`. It ends when its standard input does, so with the coordinator that started it.
+worker writes `said`, a line about what it does. It leaves `model`, whole and proved equal, and `made.json`, which
+describes it, or a sentence in `fault`. It ends when its standard input does, so with the coordinator that started it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def work(folder: Path) -> None:
 
 
 def main(folder: Path) -> int:
-    """Work, and say in a file what went wrong; 0 when the model is there."""
+    """Work, and write into a file what went wrong; 0 when the model is there."""
     os.nice(NICE)
     threading.Thread(target=_end_with_the_coordinator, daemon=True).start()
     try:

@@ -1,7 +1,7 @@
 """A model file from what a coordinator holds: one rule for the command line's export and for the coordinator's worker.
 
 A device's own model where the method's state and record hold all of it, else the model that all devices share. Compact
-and proved equal where that can be done, else with all its parameters. `Made` says which.
+and proved equal where that can be done, else with all its parameters. `Made` records which.
 """
 
 from __future__ import annotations

@@ -76,9 +76,9 @@ PROBLEMS: dict[str, Kind] = {
 
 
 class Refusal(MaskfleetError):
-    """A request that is refused. `kind` is a key of `PROBLEMS`; `detail` says what, which value, and what to do.
+    """A request that is refused. `kind` is a key of `PROBLEMS`; `detail` has the fault, the value, and what to do.
 
-    `about` says in the log what was refused, where the method and route do not tell.
+    `about` names in the log what was refused, where method and route do not.
     """
 
     def __init__(self, kind: str, detail: str) -> None:

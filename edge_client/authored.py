@@ -39,7 +39,7 @@ def is_place(text: str) -> bool:
 
 
 def load(place: str, what: str) -> Callable[..., Any]:
-    """The function that `place` names; `what` says in an error what it should be, such as "a function that ...".
+    """The function that `place` names; `what` describes it in an error, such as "a function that ...".
 
     Raises ConfigError when there is none, AuthorError when importing it fails.
     """

@@ -133,7 +133,7 @@ class Input(_Data):
     """One sample: its shape without the batch axis, and its dtype.
 
     With `normalisation` a device's files hold raw samples, which are normalised when they are read; the graphs take
-    normalised ones. Without one, `between` says on what scale samples are. With `ids` samples are rows of tables: the
+    normalised ones. Without one, `between` has the scale of samples. With `ids` samples are rows of tables: the
     least id and the end of ids, one pair for all values of a sample or one for each, in C order.
     """
 

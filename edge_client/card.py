@@ -1,4 +1,4 @@
-"""What a personal model's file says of itself: where it is from, what goes in, what comes out, its terms of use.
+"""The metadata of a personal model's file: where it is from, what goes in, what comes out, its terms of use.
 
 The entries are `metadata_props` of the ONNX file, text by name, so that any tool shows them. Values that are not text
 are JSON. `describe` adds them to a file, `read` understands them again.
@@ -61,7 +61,7 @@ def describes(entries: Mapping[str, str]) -> bool:
 
 
 def read(entries: Mapping[str, str], where: str) -> Card:
-    """What a model's metadata says. Raises BundleError when it is not that of a personal model."""
+    """The card in a model's metadata. Raises BundleError when it is not that of a personal model."""
     lacks = [name for name in ("input", "target") if PREFIX + name not in entries]
     if lacks:
         raise BundleError(

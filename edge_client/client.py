@@ -104,11 +104,11 @@ class Client:
     `data` is the path of an .npz file (see `edge_client.data`) or a DeviceData. `state` is the folder of the
     journal; a run that was interrupted there is resumed. `backend` None takes the federation's choice, else ONNX
     Runtime. `patience` is how many seconds the coordinator may give no usable answer before `run` raises
-    UnreachableError; `poll` the longest it may hold a request for work. `out` says where the personal model is written:
-    a file if it ends in .onnx, else a folder that gets `personal.onnx` (default: the state folder). `personalise` says
-    which model the device keeps (`local.personal`), None: as the federation asks. A model with more than
+    UnreachableError; `poll` the longest it may hold a request for work. `out` is where the personal model is written:
+    a file if it ends in .onnx, else a folder that gets `personal.onnx` (default: the state folder). `personalise` names
+    the model that the device keeps (`local.personal`), None: as the federation asks. A model with more than
     `max_parameters` parameters and statistics is refused before memory is taken for it. `meter` measures a round's
-    energy (`edge_client.measure.meters`). `align` says how wide the personal model's layers are
+    energy (`edge_client.measure.meters`). `align` sets how wide the personal model's layers are
     (`edge_client.compaction.tuning`); "auto" measures here. `secret` fixes the device's own randomness, for experiments
     that must be repeatable; None draws it at the enrolment. `transport` is httpx's, a seam for tests.
     """
@@ -158,7 +158,7 @@ class Client:
         """Take part until the federation ends, or `rounds` rounds are acknowledged.
 
         `once` asks for work a single time, does what there is and returns without waiting. Raises MaskfleetError;
-        `edge_client.exit_codes` says what each kind means to a shell.
+        `edge_client.exit_codes` has each kind's exit code.
         """
         say: OnEvent = on_event or (lambda _: None)
         chosen = choose(self.meter)
@@ -206,7 +206,7 @@ class _Run:
             if joined is not None:
                 self._give_up(identity, joined, error)
             raise
-        hold = 0.0  # the first request is answered at once: the answer says what is waited for
+        hold = 0.0  # the first request is answered at once: the answer names what is waited for
         while rounds is None or done < rounds:
             work = (receipt.work if receipt is not None else None) or self._ask(session.enrolled, hold)
             receipt = None

@@ -32,11 +32,11 @@ def conclude(
 ) -> Report:
     """Write the personal model to `path`; report its score, size and latency beside the dense model's.
 
-    Latency is the median of one sample at a time, the two models timed in turns. When the compact model cannot be
-    shown equal to the masked one, the masked dense one is written instead, and the report's `uncompacted` says why.
-    `align` says how wide the compact model's layers are; `auto` measures on this device (`compaction.tuning`).
-    `facts` join what the file says of itself (`card`).
-    Raises CompactionError when the values do not fit the bundle, StateError when the model cannot be written.
+    Latency is the median of one sample at a time, the two models timed in turns. When the compact model cannot be shown
+    equal to the masked one, the masked dense one is written instead, and the report's `uncompacted` has the reason.
+    `align` sets how wide the compact model's layers are; `auto` measures on this device (`compaction.tuning`). `facts`
+    join the file's metadata (`card`). Raises CompactionError when the values do not fit the bundle, StateError when the
+    model cannot be written.
     """
     data, d = task.data, bundle.manifest.d
     try:
@@ -80,7 +80,7 @@ def conclude(
 def remarks(method: Method, task: Task, personal: Personal, report: Report, took_part: bool) -> Iterator[str]:
     """What the device's owner should know of the model: it is not compacted, not pruned, or below the bundle's start.
 
-    `took_part` says whether the device ever trained a round: an unpruned model of one that did not is no surprise.
+    `took_part`: whether the device ever trained a round; an unpruned model of one that did not is no surprise.
     """
     if report.uncompacted is not None:
         yield f"the personal model is the masked dense one, not compacted: {report.uncompacted}"

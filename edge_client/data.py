@@ -5,7 +5,7 @@ Keys: `x` [n, *input.shape] and `y` [n, ...], labels as the bundle's target has 
 tenth for validation; a part given with 0 samples stays empty. Optional `group` [n]: samples of one group (a recording,
 a writer's page) never fall on both sides of a cut.
 
-Where the bundle says how raw samples are normalised, `fit` does that, unless the file says ``normalised = True``.
+Where the bundle has a normalisation of raw samples, `fit` applies it, unless the file has ``normalised = True``.
 
 `read` checks what needs no bundle, before a device joins; `fit` checks the rest.
 """

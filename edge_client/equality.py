@@ -1,4 +1,4 @@
-"""Whether two models say the same: one proof, for a compact model beside its masked one and for artifacts of it.
+"""Whether two models have equal outputs: one proof, for a compact model beside its masked one and for artifacts of it.
 
 Two models are equal when no two of their outputs differ by more than `TOLERANCE` times their scale. Probes are random
 inputs, the samples given, and extreme inputs: zeros, ones, large values of both signs, single spikes. A model of ids
@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 ROUNDINGS = 4.0  # times what one rounding of the values does, for all the roundings on the way
 MOST = 0.1  # of all outputs' scale: an error that no rounding excuses
 SAMPLES = 16  # of each kind of probe
-FEW = 8  # samples below which one output's standard deviation says little
+FEW = 8  # samples below which one output's standard deviation means little
 FAR = 0.05  # of an output's size: `TOLERANCE` of it is four roundings of the output to float32
 LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
 

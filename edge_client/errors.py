@@ -17,7 +17,7 @@
     |   `-- StorageUnreachableError  the coordinator's database or disk does not answer
     `-- CompactionError  a compact model could not be shown equal to its masked model
 
-A message says what happened, with which value, and what to do next.
+A message has what happened, the value, and what to do next.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PayloadError(MaskfleetError):
 class DivergedError(MaskfleetError):
     """Training produced a loss, gradient or statistic that is not finite.
 
-    `at_start` says that the round's first gradient did: then the received model is the cause. A model whose first loss
+    `at_start`: the round's first gradient did; then the received model is the cause. A model whose first loss
     is finite and whose training then overflows counts as the device's: the two cannot be told apart from one device.
     """
 

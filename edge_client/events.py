@@ -18,7 +18,7 @@ class Event:
     """Something happened, or is waited for.
 
     `text` is a sentence for a person. `seconds` is the length of a wait, or the time left for a round or its training;
-    `round` is 0 for an event outside the rounds. `progress` says how far the training is.
+    `round` is 0 for an event outside the rounds. `progress` is how far the training is.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""The exit codes of `maskfleet`; `docs/exit-codes.md` says what each means and what to do.
+"""The exit codes of `maskfleet`; `docs/exit-codes.md` explains each and what to do.
 
 A script around `maskfleet join` needs the code alone. After a code in `RESTARTED` the same command may succeed later;
 130 and 143 were asked for; every other code but 0 needs a person, and a restart would end the same way.

@@ -23,7 +23,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def disk(path: Path, elsewhere: str = "choose another folder with --state") -> Iterator[None]:
-    """Turn an OSError into a StateError that says what to do; `elsewhere` is the last resort."""
+    """Turn an OSError into a StateError with what to do; `elsewhere` is the last resort."""
     try:
         yield
     except OSError as error:

@@ -41,7 +41,7 @@ def payload(
         typer.Option(min=1, help="Parameters the method exchanges, to show bits per parameter and sets' entropy."),
     ] = None,
 ) -> None:
-    """Explain a payload: its size, its metadata in words, each array with its bytes and what its codec says."""
+    """Explain a payload: its size, its metadata in words, each array with its bytes and its codec's description."""
     try:
         data = file.read_bytes()
     except OSError as error:

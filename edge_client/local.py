@@ -55,7 +55,7 @@ class Chosen:
 def understand(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
     """The kept value, None for no arrays, and the downlink decoded. Raises LostError, PayloadError.
 
-    Arrays that do not make a kept value (of another version, say) count as none.
+    Arrays that do not make a kept value (such as those of another version) count as none.
     """
     value, own = None, {name: array for name, array in kept.items() if not name.startswith(TRAINED)}
     if method.kept_type is not None and own:

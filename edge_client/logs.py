@@ -2,7 +2,7 @@
 
 Every module logs through ``logging.getLogger("maskfleet")``; fields go into `extra` and become keys of the JSON.
 Records of what strangers can cause as often as they like name their kind as ``extra={"limited": KIND}``: of each kind
-at most `MOST` are written a minute, and the next one says how many were left out. The HTTP server's tracebacks are one
+at most `MOST` are written a minute, and the next one has the number left out. The HTTP server's tracebacks are one
 such kind.
 """
 

@@ -1,4 +1,4 @@
-"""What a node of an ONNX graph says of itself."""
+"""The fields of a node of an ONNX graph."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Parts of the flat parameter vector: the one way in which methods name what they mask, train, send or keep.
 
 A part is an ordered list of blocks, each a contiguous span with a matrix shape: a whole tensor, or the rows of one
-gate of an LSTM weight. `gather` copies a part out of a flat vector, `scatter` writes it back, `places` says where each
+gate of an LSTM weight. `gather` copies a part out of a flat vector, `scatter` writes it back, `places` gives where each
 block lies within the gathered vector. Which part is used for what is the method's decision.
 """
 

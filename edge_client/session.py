@@ -50,7 +50,7 @@ def enrol(
 ) -> Identity:
     """The identity with the coordinator's answer to the enrolment, which is sent if there is none yet.
 
-    Raises DataError where the coordinator says that the model takes samples of another shape.
+    Raises DataError where the coordinator's model takes samples of another shape.
     """
     remote.transport.credential = identity.credential
     if identity.enrolled is not None:

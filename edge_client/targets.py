@@ -1,8 +1,8 @@
 """What a model predicts: a class, a label for each step of a sequence, or numbers.
 
-A target is an entry of the manifest with a `kind`. It checks a device's labels, scores the model's outputs, and says
-how the loss is computed; nothing else tells the kinds apart. A score is higher when the model is better and at most 1:
-accuracy for labels, the coefficient of determination R^2 for numbers.
+A target is an entry of the manifest with a `kind`. It checks a device's labels, scores the model's outputs, and defines
+the loss; nothing else tells the kinds apart. A score is higher when the model is better and at most 1: accuracy for
+labels, the coefficient of determination R^2 for numbers.
 
 The loss travels inside `train.onnx`. Only the exporter and the PyTorch backend call `torch_loss`, whose code uses the
 methods of the tensors that it receives and so never imports torch.

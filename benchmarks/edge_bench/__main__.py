@@ -23,7 +23,7 @@ def modules() -> Iterator[tuple[str, str]]:
         if file == Path(__file__) or not (MARK in text or file.name == "__main__.py"):
             continue
         said = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        # One that holds its command says what it does before or after a colon.
+        # A sentence that holds the command has its description before or after a colon.
         yield f"python -m {name.removesuffix('.__main__')}", COMMAND.sub("", said)
 
 

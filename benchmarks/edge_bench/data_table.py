@@ -49,7 +49,7 @@ class DataConfig(BaseModel):
     name: str
     """A data set of docs/data.md: "har", "digits", ..., or of your own: "npz", "images", "hf", "python"."""
     path: Path | None = None
-    """The data set's file or folder; None looks where `sources` says. `npz`, `images` and `hf` need it."""
+    """The data set's file or folder; None looks in the places of `sources`. `npz`, `images` and `hf` need it."""
     devices: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """By maker: the first so many (None: all). Others: over how many devices (None: 10)."""
     split: Literal["natural", "iid", "dirichlet", "classes"] = "natural"
@@ -99,7 +99,7 @@ class DataConfig(BaseModel):
     label: str = "label"
     """`hf`: the column of the labels."""
     owner: str | None = None
-    """`hf`: the column that says which device a sample belongs to."""
+    """`hf`: the column of a sample's device."""
 
     @field_validator("name")
     @classmethod

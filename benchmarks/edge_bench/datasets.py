@@ -1,4 +1,4 @@
-"""Data sets divided over devices, as the table `[data]` of a simulation says.
+"""Data sets divided over devices, by the table `[data]` of a simulation.
 
 `data_table` has the keys, `sources` and `own_data` read, `partition` decides which device gets what, `scaling` brings
 samples into the model's form, and this module joins them. docs/data.md describes each data set and every key.
@@ -191,7 +191,7 @@ def load(
 def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | DeviceFiles | None = None) -> Divided:
     """Every device's data in the shape and dtype of the bundle's input; `found` is what `read` gave.
 
-    Raw samples are normalised as the bundle says, as a device does it, or as the table says.
+    Raw samples are normalised by the bundle's normalisation, as on a device, or by `[data]`.
     Features of HAR are standardised with the mean and deviation of all devices' training samples together.
     Raises DataError or ConfigError.
     """

@@ -1,4 +1,4 @@
-"""What `maskfleet demo` says at its end: few columns, each explained, and conclusions in sentences."""
+"""What `maskfleet demo` prints at its end: few columns, each explained, and conclusions in sentences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHOICE: Mapping[str, str] = {
 def end(
     title: str, records: Mapping[str, Record], compact: Mapping[str, float], methods: Mapping[str, Method]
 ) -> Group:
-    """All that the demo says at its end; the first method's models were compacted."""
+    """All that the demo prints at its end; the first method's models were compacted."""
     first = next(iter(records))
     small = small_models(first, records[first], compact, records.get(REFERENCE))
     return Group(table(records, title), "", small, "", conclusions(first, records, compact), "", choices(methods))
@@ -79,7 +79,7 @@ def small_models(label: str, record: Record, compact: Mapping[str, float], whole
 
 
 def conclusions(label: str, records: Mapping[str, Record], compact: Mapping[str, float]) -> str:
-    """What the figures of the first method say beside FedAvg, the whole network and training alone.
+    """The figures of the first method in sentences, beside FedAvg, the whole network and training alone.
 
     The other methods count with the better of their two scores.
     """

@@ -59,7 +59,7 @@ def form(
     mean: tuple[float, ...] | None,
     deviation: tuple[float, ...] | None,
 ) -> Form:
-    """What the settings say; what they leave out is that of the model's input `shape` where it is that of an image."""
+    """The settings, completed by the model's input `shape` where that is an image's."""
     of_model = shape if shape is not None and len(shape) == 3 and shape[0] in (1, 3) else None
     if colour is None and of_model is not None:
         colour = "grey" if of_model[0] == 1 else "rgb"

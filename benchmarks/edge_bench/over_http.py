@@ -60,7 +60,7 @@ def outcome(state: str, models: Mapping[str, Path], rounds: Sequence[Round], sco
 
 
 def graph(path: Path) -> bytes:
-    """A model without what it says of itself: a simulation's names no federation."""
+    """A model without its metadata: a simulation's names no federation."""
     model = onnx.load(path)
     del model.metadata_props[:]
     return bytes(model.SerializeToString(deterministic=True))

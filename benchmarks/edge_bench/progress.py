@@ -37,7 +37,7 @@ class Steps:
         self._bar.stop()
 
     def step(self, words: str, count: int = 1) -> None:
-        """`count` more steps are done; `words` say what the last one came to."""
+        """`count` more steps are done; `words` are the last one's result."""
         self._done += count
         if self._console.is_terminal:
             self._bar.update(self._task, completed=self._done, description=words)

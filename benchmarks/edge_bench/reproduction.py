@@ -198,7 +198,7 @@ def method_of(cell: Cell) -> Method:
 
 
 def key(cell: Cell) -> str:
-    """The digest of what the reproduction's file says about a cell; the method's label does not count.
+    """The digest of a cell's settings in the reproduction's file; the method's label does not count.
 
     `personalise` does not either: it is "global" in every cell, because papers score the model of the last downlink.
     """

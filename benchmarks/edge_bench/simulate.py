@@ -2,8 +2,8 @@
 
 The objects that run behind the REST API and on a device run here too, over the same payload bytes. So a simulation ends
 with the same bits as a real federation of the same seed, fleet, cohorts and device secrets. Devices train in parallel
-processes where that pays (`workers`), with the same bits again. Every device is present and reports, unless `Mishaps`
-say otherwise; deadlines and other failures are not simulated.
+processes where that pays (`workers`), with the same bits again. Every device is present and reports, but for `Mishaps`;
+deadlines and other failures are not simulated.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def run_all(
 ) -> dict[str, Simulated]:
     """Run every method of a simulation on the same devices, cohorts and seed; results by label.
 
-    `warn` is given what the methods say beforehand of their settings. With `failed`, an error of one method is given to
+    `warn` is called with the methods' warnings on their settings. With `failed`, an error of one method is given to
     it and the other methods still run; without, it is raised. Ctrl-C then counts as an error of the method under way,
     and ends the rest, if another one has ended.
     """
@@ -357,7 +357,7 @@ def run_all(
 
 
 def _caution(method: Method, course: Course) -> str | None:
-    """What the method says beforehand; None where it refuses the model, which its run then says."""
+    """The method's warning before round 1; None where it refuses the model, which its run then reports."""
     try:
         return method.caution(course)
     except ConfigError:

@@ -21,7 +21,7 @@ OF_RESULT = {"runs": dict, "summary": dict, "settings": dict, "paper": dict, "tr
 
 
 def fitting(found: Any, fields: Mapping[str, type]) -> Run:
-    """What a file has, if it is an object with these fields. Raises ValueError that says what is wrong."""
+    """What a file has, if it is an object with these fields. Raises ValueError with the fault."""
     if not isinstance(found, dict):
         raise ValueError(f"there is a {type(found).__name__} in place of an object")
     wrong = [name for name, kind in fields.items() if not isinstance(found.get(name), kind)]

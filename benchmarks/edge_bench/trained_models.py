@@ -88,7 +88,7 @@ class Timed:
 
 
 def outputs(model: Path, x: NDArray[Any]) -> F32:
-    """What the ONNX model says of `x`, in pieces as a device scores."""
+    """The ONNX model's outputs for `x`, in pieces as a device scores."""
     session = open_onnx(model)
     (name,) = (i.name for i in session.get_inputs())
     return _pieces(lambda part: session.run(None, {name: part})[0], x)

@@ -1,6 +1,6 @@
 """The dashboard over HTTP: log-in, pages, and the operator's commands as forms.
 
-A command needs an operator's session, the token of one of its pages, and a browser that says the form is ours.
+A command needs an operator's session, the token of one of its pages, and headers of a form sent from one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONFIRMED = {
 }
 """What each command does, said before it is carried out."""
 FORMATS: dict[Kind, str] = {"onnx": "ONNX", "pte": "ExecuTorch"}
-"""What a model can be made as, and what its button says."""
+"""What a model can be made as, and its button's text."""
 Action = Literal["start", "pause", "resume", "stop"]
 
 log = logging.getLogger("maskfleet")
@@ -303,7 +303,7 @@ def _code(text: str) -> Markup:
 
 @router.post("/federations/{federation}/exports")
 async def export(served: Served, files: Files, fields: Command, federation: FederationId) -> Response:
-    """Have the model that all devices share made as a file; the page says how far it is."""
+    """Have the model that all devices share made as a file; the page shows how far it is."""
     kind = next((kind for kind in FORMATS if kind == fields.get("kind")), None)
     if kind is None:
         raise HTTPException(422, f"a model is made as one of {', '.join(FORMATS)}; go back and choose one")

@@ -77,7 +77,7 @@ def allowed(phase: Phase | None) -> list[str]:
 def refresh(phase: Phase | None, devices: int = 0, working: bool = False) -> int:
     """Seconds until a page about a federation in this phase is worth asking for again; more with many devices.
 
-    `working` says that a model of it is being made.
+    `working`: a model of it is being made.
     """
     return max(WORKING if working else REFRESH.get(phase, QUIET), devices // EACH)
 

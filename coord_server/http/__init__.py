@@ -29,8 +29,8 @@ from coord_server.http import (
 from edge_client.errors import StateError
 
 DESCRIPTION = """Federated learning of personal subnetworks. Rounds count from 1, times are seconds, sizes bytes,
-digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/problem+json` whose `detail` says what
-to do."""
+digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/problem+json` whose `detail`
+has the fault and what to do."""
 BODY_PATIENCE = 60.0  # seconds without a byte until a body is given up
 
 

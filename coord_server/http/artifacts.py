@@ -25,7 +25,7 @@ _FILE: dict[int | str, dict[str, Any]] = {
 }
 _MADE: dict[int | str, dict[str, Any]] = {
     200: {"model": Export, "description": "the file is there already"},
-    202: {"model": Export, "description": "the file is being made; Location says where it will be"},
+    202: {"model": Export, "description": "the file is being made; Location has its later address"},
 }
 
 
@@ -98,7 +98,7 @@ async def fetch_own_model(
 ) -> Response:
     """The device's own model when its federation is over, for a device that cannot make the file itself.
 
-    The header Maskfleet-Source says "personal", or "global" where a part of that is on the device alone: then the file
+    The header Maskfleet-Source is "personal", or "global" where a part of that is on the device alone: then the file
     holds the model that all devices share.
     """
     if device != calling.device:

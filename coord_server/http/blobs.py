@@ -62,7 +62,7 @@ def file(request: Request, path: Path, more: Mapping[str, str]) -> Response:
 
 
 def _part(asked: str | None, size: int, headers: dict[str, str]) -> tuple[int, int, int]:
-    """First byte, the one after the last and the status of an answer, whose `headers` say which part it is."""
+    """First byte, the one after the last and the status of an answer, whose `headers` name the part."""
     span = _range(asked, size)
     if span is None:
         return 0, size, 200

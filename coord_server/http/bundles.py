@@ -39,7 +39,7 @@ async def upload_manifest(request: Request, served: Operated) -> BundleReceipt:
 
 @router.get("/bundles", responses=LINK)
 async def list_bundles(served: Viewed, page: Paged) -> list[BundleSummary]:
-    """All bundles, oldest first: what each manifest says in figures, what is missing, who uses it."""
+    """All bundles, oldest first: each manifest's figures, what is missing, what uses it."""
     found = await served.bundles.listed(page.after(float, str), page.limit + 1)
     return list(page.cut(found, [(b.added_at, b.digest) for b in found]))
 

@@ -47,7 +47,7 @@ def problem(
     status: int | None = None,
     about: str = "",
 ) -> Response:
-    """The response for a problem of this kind, which the log says too: anyone can cause it, so not without limit.
+    """The response for a problem of this kind, which is logged too, up to a limit, because anyone can cause it.
 
     The log names the method and route, or what the problem is `about`.
     """

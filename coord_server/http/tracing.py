@@ -1,4 +1,4 @@
-"""OpenTelemetry by its own packages, the extra `otel`: only when OTEL_EXPORTER_OTLP_ENDPOINT says where spans go."""
+"""OpenTelemetry by its own packages, the extra `otel`: only when OTEL_EXPORTER_OTLP_ENDPOINT names where spans go."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Devices:
         self._last[device] = self._change(device).at = self._clock()
 
     def introduces(self, device: str, agent: str) -> None:
-        """A device says what it is, as its User-Agent."""
+        """Store a device's User-Agent."""
         if self._agents.get(device) != agent:
             self._agents[device] = self._change(device).agent = agent
 

@@ -16,7 +16,7 @@ NAMED = 10  # damaged rounds that the fault names
 
 
 class Records:
-    """The rounds' records of federation `id`; `faults` says which of those that were read last are damaged."""
+    """The rounds' records of federation `id`; `faults` lists those that are damaged among the ones read last."""
 
     def __init__(self, metadata: Metadata, id_: str, faults: Faults) -> None:
         self._metadata, self._id, self._faults = metadata, id_, faults

@@ -72,7 +72,7 @@ def look(operator: Operator, id_: str, url: str, before: Look | None = None) -> 
     except ServerError as error:
         if error.kind != "not-loaded":
             raise
-        return Look(found, [], [], url, now, loaded=False)  # its fault says why
+        return Look(found, [], [], url, now, loaded=False)  # its fault has the reason
 
 
 def _unread(f: Federation, rounds: Sequence[Round]) -> str | None:

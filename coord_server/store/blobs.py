@@ -167,7 +167,7 @@ class FolderBlobs:
             incoming.discard()
 
     def read(self, shelf: str, sha256: str) -> bytes:
-        """All bytes of a blob. Raises StateError when it is not there, or no longer what its address says."""
+        """All bytes of a blob. Raises StateError when it is missing, or differs from its address."""
         name = f"blob {shelf}/{sha256}"
         try:
             data = (self._root / shelf / sha256).read_bytes()

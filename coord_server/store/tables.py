@@ -79,7 +79,7 @@ devices = Table(
     Column("report", Text),  # Report as JSON
     Column("failure", Text),  # Failure as JSON, until an update of it is accepted
     Column("cost", String(64)),  # of its last update, as its header said it; NULL when it said nothing
-    Column("agent", String(64)),  # what it says it is: its User-Agent
+    Column("agent", String(64)),  # its User-Agent
     UniqueConstraint("federation", "credential"),
     Index("devices_by_credential", "credential"),
     Index("devices_by_presence", "federation", "last_seen_at"),

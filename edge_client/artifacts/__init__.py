@@ -73,8 +73,9 @@ class Proof:
     """An artifact beside the model it was made of.
 
     On `samples` samples: `agreement` is the share of labels that are the same, None where the model predicts none or
-    does not say so. Errors are those of the worst output, in standard deviations of that output of the model:
-    `error_std` the largest, `error_rms` the root of the mean square. `worst` is that output's index within a sample.
+    has no target in its metadata. Errors are those of the worst output, in standard deviations of that output of the
+    model: `error_std` the largest, `error_rms` the root of the mean square. `worst` is that output's index within a
+    sample.
     """
 
     samples: int
@@ -112,7 +113,7 @@ def make(
 
     `samples` [n, ...] are the device's own: half calibrate, the other half prove. An artifact made before of the same
     model and samples is taken from the folder `cache` and proved again; one that fails is made anew. `target` is what
-    the model predicts; without it, what its metadata says. Raises CompactionError when the artifact differs by more
+    the model predicts; without it, what its metadata has. Raises CompactionError when the artifact differs by more
     than it may, ConfigError when it cannot be made, DataError when samples are missing or do not fit.
     """
     chosen = writer(kind)
@@ -177,7 +178,7 @@ def _limited(proof: Proof, limits: Limits, kind: str) -> None:
 
 
 def _open(model: bytes) -> tuple[Run, tuple[int, ...], np.dtype[Any], Target | None]:
-    """How to run the ONNX model, its input's sample shape and dtype, and what its metadata says that it predicts."""
+    """How to run the ONNX model, its input's sample shape and dtype, and the target in its metadata."""
     session = open_onnx(model, advice="name a personal.onnx", refused=BundleError)
     inputs, outputs = session.get_inputs(), session.get_outputs()
     if len(inputs) != 1 or not all(isinstance(n, int) for n in inputs[0].shape[1:]):
@@ -279,7 +280,7 @@ def _measured(
     agreement = float((made.argmax(-1) == expected.argmax(-1)).mean()) if labels else None
     expected, made = (v.reshape(len(x), -1) for v in (expected, made))
     scale, size = spread(expected), np.abs(expected).max(axis=0)
-    constant = scale <= CONSTANT * size  # its size says more: its deviation is rounding
+    constant = scale <= CONSTANT * size  # its size means more: its deviation is rounding
     scale = np.maximum(np.where(constant, np.maximum(size, expected.std()), scale), 1e-30)
     error = np.abs(made - expected) / scale
     rms = np.sqrt((error**2).mean(axis=0))

@@ -60,7 +60,7 @@ def artifact(
 
 
 def taken(model: bytes, data: Path) -> NDArray[Any]:
-    """The samples x [n, ...] of a device's file as `model` takes them: normalised as its metadata says.
+    """The samples x [n, ...] of a device's file as `model` takes them: normalised by its metadata.
 
     Raises BundleError, DataError.
     """

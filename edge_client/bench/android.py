@@ -148,7 +148,7 @@ def push(adb: Adb, runner: Sequence[Path], variants: Sequence[Variant]) -> None:
 
 
 def batched(variant: Variant) -> Variant:
-    """A variant whose note says what a run of its file is, where that is not one sample.
+    """A variant whose note describes a run of its file, where that is not one sample.
 
     `executor_runner` fills a program's inputs to their largest sizes. Raises ConfigError for a file that does not open.
     """

@@ -93,7 +93,7 @@ def lasting(call: Callable[[], object], seconds: float) -> Callable[[], int]:
 def add_energy(
     rows: Sequence[dict[str, Any]], works: Iterable[Callable[[], int]], meter: Meter | None, rest: float
 ) -> None:
-    """Add to each row what its work says: joules a call above rest, their error, lost samples; or why there is none."""
+    """Add to each row its work's joules a call above rest, their error, lost samples; or why there is none."""
     if meter is None or not rows:
         return
     try:
@@ -231,7 +231,7 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
 def header(
     model: str, command: str, variants: Sequence[Variant], failed: Mapping[str, str], settings: Settings
 ) -> dict[str, Any]:
-    """What a report says of the run, whatever machine it measures."""
+    """What a report has of the run, whatever machine it measures."""
     return {
         "format": FORMAT, "model": model, "command": command, "commit": machine.commit(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"), "settings": asdict(settings), "variants": of_files(variants),

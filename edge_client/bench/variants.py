@@ -30,7 +30,7 @@ from edge_client.task import Personal
 
 @dataclass(frozen=True)
 class Variant:
-    """A model file that can be run. `note` says what it is, where the name does not."""
+    """A model file that can be run. `note` describes it, where the name does not."""
 
     name: str
     file: Path

@@ -1,8 +1,8 @@
 """The batch gets an axis of its own, wherever a reshape has merged it with another one.
 
-An attention may reach its products with batch and heads in one axis. What is known for one sample says nothing of such
-an axis in a batch. So what lies between the reshape that merges and the one that splits is written on the axes apart:
-products, moves along other axes and operators on single elements. Both reshapes then go.
+An attention may reach its products with batch and heads in one axis. What is known for one sample does not hold for
+such an axis in a batch. So what lies between the reshape that merges and the one that splits is written on the axes
+apart: products, moves along other axes and operators on single elements. Both reshapes then go.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which entries, and in which order, a layer reads and writes where several ways are exact.
 
 A layer that leaves a dead entry out saves multiply-adds, but where another value still has that entry it must be put
-back in, or taken out of the other. `Costs` says what moving an element costs against a multiply-add.
+back in, or taken out of the other. `Costs` has the cost of moving an element against a multiply-add.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILL = 1.02
 def worth(w: Writer, held: Ids, due: Ids, each: int, last: bool = False) -> Ids:
     """The inputs a layer reads: `due`, or all those `held` where leaving some out costs more than it saves.
 
-    `each` is the multiply-adds per input entry and place; `last` says that the entries lie along the last axis.
+    `each` is the multiply-adds per input entry and place; `last`: the entries lie along the last axis.
     """
     real = held if w.costs.multiple == 1 else held[held != -2]
     if len(real) == len(due) and np.array_equal(np.sort(real), due):

@@ -106,7 +106,7 @@ def pads(given: Mapping[str, Any], size: Sequence[int], kernel: Sequence[int]) -
 
 
 def conv(x: F64, weight: F64, given: Mapping[str, Any]) -> F64:
-    """`x` [1, in, *size] convolved with `weight` [out, in, *kernel] as `given` says, float64[1, out, *size']."""
+    """`x` [1, in, *size] convolved with `weight` [out, in, *kernel] by attributes `given`, float64[1, out, *size']."""
     kernel = weight.shape[2:]
     n = len(kernel)
     before, after = pads(given, x.shape[2:], kernel)

@@ -82,7 +82,7 @@ def write_personal(
 ) -> PersonalReport:
     """Write `personal` as a compact ONNX model with the one input `x`, dynamic batch.
 
-    `samples` [n, *input] joins the probes; a model of integers needs it. `align` says how wide its layers are, and
+    `samples` [n, *input] joins the probes; a model of integers needs it. `align` sets how wide its layers are, and
     `clock` measures for it (`tuning`). `costs` weighs multiply-adds against moves, `writer.FEWEST` or `writer.FASTEST`,
     where `align` is not "auto". The file appears whole or not at all.
     Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do not fit
@@ -92,7 +92,7 @@ def write_personal(
     tensors = _effective(manifest, personal)
     if manifest.input.dtype != "float32" and (samples is None or not len(samples)):
         raise CompactionError(
-            "this model reads integers and the bundle does not say of which range; give samples to check on"
+            "this model reads integers and the bundle does not give their range; give samples to check on"
         )
     probe = np.zeros((2, *manifest.input.shape), manifest.input.dtype)
     with refused():
@@ -203,7 +203,7 @@ def _open(model: bytes) -> ort.InferenceSession:
 
 
 def _cause(error: Exception) -> str:
-    """What ONNX Runtime says, without places in its own source."""
+    """ONNX Runtime's message, without places in its own source."""
     return re.sub(r"\S+\.(h|cc):\d+ ", "", str(error).rsplit("Status Message: ", 1)[-1]).strip()
 
 

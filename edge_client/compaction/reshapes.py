@@ -48,7 +48,7 @@ def blocks(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
 
 
 def regroup(w: Writer, node: NodeProto) -> None:
-    """Write a reshape: of the piece as it is where its elements fit, else of as much as `slots` says."""
+    """Write a reshape: of the piece as it is where its elements fit, else of as much as `slots` allows."""
     name, out = node.input[0], node.output[0]
     before, after = w.study.shape(name), w.study.shape(out)
     piece, live = w.pieces[name], w.study.live(out)

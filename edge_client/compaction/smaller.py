@@ -55,7 +55,7 @@ def refused() -> Iterator[None]:
 def smaller(model: ModelProto, probe: Array, costs: Costs = FEWEST) -> Smaller:
     """`model`, all its tensors constants, without the channels that are dead. `probe` is a batch of two samples.
 
-    `costs` says how dearly multiply-adds are saved where channels must be moved for it.
+    `costs` weighs the multiply-adds saved against channels that must be moved for it.
 
     Raises CompactionError when the graph does not run or cannot be written on fewer channels.
     """

@@ -9,7 +9,7 @@
 each stream of channels (`width.Stream`) the multiple that suits the layers at both its ends. The table is measured as
 far as needed, and kept in a file for this processor and this version of ONNX Runtime. Then it times whole models in
 turns: as narrow as possible, by the rule, with the table's widths, with all layers of a stream alike, with the channels
-besides that no layer reads directly (those of attention heads, say), with all channels of streams, and whole. The
+besides that no layer reads directly (such as those of attention heads), with all channels of streams, and whole. The
 fastest is taken; of two as fast, the one with fewer multiply-adds. So it is no slower than any of them. Without a clock
 it is the rule. All but `auto` have no more multiply-adds than the dense model.
 """
@@ -165,7 +165,7 @@ def clock(sample: NDArray[Any]) -> Clock:
 
 
 def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWEST) -> Smaller:
-    """The smaller graph of `found` with widths as `align` says. Raises CompactionError when it cannot be written.
+    """The smaller graph of `found` with the widths of `align`. Raises CompactionError when it cannot be written.
 
     `costs` weighs multiply-adds against moves of channels for `none` and N. Where such a model has more multiply-adds
     than the dense one, the narrowest is taken, and where that has more too, the dense one.

@@ -5,10 +5,10 @@ convolution takes 1.1 to 1.9 times as long, a depthwise one 5 to 7 times. A prun
 the result: its rows are as masked, and its readers read the constant that it emits.
 
 Values whose channels are the same one by one form a stream: a layer's output through activations, norms, pools,
-depthwise convolutions and sums. Within a stream the layers may keep different channels. `forced` says which come back:
-either as many as make every width that a layer reads a multiple (what a layer writes is padded to a block anyway), and
-first those that the stream has elsewhere, or all that any layer of the stream has (`joined`), which needs no gather and
-no padding where they meet.
+depthwise convolutions and sums. Within a stream the layers may keep different channels. `forced` names those that come
+back: either as many as make every width that a layer reads a multiple (what a layer writes is padded to a block
+anyway), and first those that the stream has elsewhere, or all that any layer of the stream has (`joined`), which needs
+no gather and no padding where they meet.
 """
 
 from __future__ import annotations

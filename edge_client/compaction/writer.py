@@ -1,6 +1,6 @@
 """Writes a graph again on fewer elements: its nodes, adapters between pieces of values, constants and sizes.
 
-A `Piece` (`pieces`) says which element of the whole value lies at each place of a smaller tensor. A channel that went
+A `Piece` (`pieces`) maps each place of a smaller tensor to an element of the whole value. A channel that went
 is in none. Where an operator needs a channel that its input lacks, because another input has it or because it mixes
 channels, an adapter puts it in: a `Gather`, behind a `Pad` by one entry where a channel is missing, and an `Add` when a
 missing channel is a constant other than zero.
@@ -48,7 +48,7 @@ FASTEST = Costs(8.0, 256.0, 16, 4)
 class Writer:
     """The smaller graph while it is written, in the order of the whole one.
 
-    `levels` says for the output of a reshape that splits channels how freely it may cut them (see `reshapes.slots`).
+    `levels` sets for the output of a reshape that splits channels how freely it may cut them (see `reshapes.slots`).
     `split` collects those that did. `node` is the one that is written, `why` the operator that
     raised a level last.
     """
@@ -103,7 +103,7 @@ class Writer:
             self.stopped.append(line)
 
     def _returned(self, value: str, axis: int, count: int) -> None:
-        """A line where the operator at hand reads dead channels, unless one says why already.
+        """A line where the operator at hand reads dead channels, unless one has the reason already.
 
         A join has none: its other sides have the channels.
         """

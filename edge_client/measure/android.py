@@ -104,8 +104,8 @@ class Rails:
 def battery_watts(adb: Adb, unit: str | None = None) -> Callable[[], float]:
     """A reading of the battery's power, positive whatever sign the maker gives the current of a phone in use.
 
-    `unit` is that of the current: Android says uA, and some makers give mA. Raises MeterError when the phone hides the
-    current, is being charged, or seems to give mA without that being said.
+    `unit` is that of the current: Android defines uA, and some makers give mA. Raises MeterError when the phone hides
+    the current, is being charged, or seems to give mA without that being said.
     """
     state = dict(re.findall(r"^\s*([\w ]+): (\S+)", adb.shell("dumpsys battery"), re.MULTILINE))
     powered = [name for name in PLUGS if state.get(name) == "true"]

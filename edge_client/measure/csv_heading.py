@@ -18,7 +18,7 @@ WORDS = {
     "voltage": "voltage volt vbus u",
     "current": "current curr amperage ibus i",
 }
-"""Words of a column's name that say what it holds."""
+"""Words of a column's name for what it holds."""
 BASES = {
     "time": "s sec secs second seconds",
     "power": "w watt watts",

@@ -2,7 +2,7 @@
 
 A meter is started and stopped; it gives a `Trace`: values at times of this machine's `time.monotonic`. Values are
 watts, or joules of a counter that only rises. `joules` integrates a window by the trapezoid rule, `above_idle`
-subtracts what the machine takes anyway. Each result has an error estimate and says how many samples were lost.
+subtracts what the machine takes anyway. Each result has an error estimate and the number of lost samples.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trace:
 
 
 class Meter(Protocol):
-    """An energy meter that was found. `what` says in words what it measures."""
+    """An energy meter that was found. `what` describes what it measures."""
 
     @property
     def name(self) -> str: ...
@@ -162,7 +162,7 @@ def above_idle(measured: Energy, idle: Sequence[Energy]) -> Energy:
     """What was taken beyond the mean power of the `idle` windows, which lie before and after where possible.
 
     A constant offset of the meter cancels. How much the idle windows differ is part of the scatter; a single one cannot
-    say how the idle power drifts. Without idle windows the result is `measured`.
+    show how the idle power drifts. Without idle windows the result is `measured`.
     """
     if not idle:
         return measured
@@ -218,5 +218,5 @@ def align(device: F64, host: F64) -> Alignment:
     if device[-1] - device[0] >= SHORT and len(best) >= 3:
         rate = 1.0 + float(np.polyfit(device[best] - device[0], late[best], 1)[0])
     delays = host[best] - rate * (device[best] - device[0])
-    # With few messages the quickest is the best guess; the line's scatter says how good it is.
+    # With few messages the quickest is the best guess; the line's scatter shows its error.
     return Alignment(float(device[0]), float(np.mean(delays)), rate, float(np.std(delays)))

@@ -1,8 +1,8 @@
 """Power sensors that Linux shows as files: `/sys/class/hwmon`, and the rails of a Jetson.
 
 A sensor has rails. A rail is `powerN_input` (microwatts), or `currN_input` (mA) times `inN_input` (mV), by number or by
-equal labels. A rail whose label says that it is the whole board's is taken alone: the others are parts of it. Older
-Jetson systems show their INA3221 as `in_powerN_input` (milliwatts) in `/sys/bus/i2c/drivers/ina3221x`.
+equal labels. A rail whose label is the whole board's is taken alone: the others are parts of it. Older Jetson systems
+show their INA3221 as `in_powerN_input` (milliwatts) in `/sys/bus/i2c/drivers/ina3221x`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _meter(name: str, where: str, every: list[Rail]) -> Meter:
 
 
 def find_hwmon(options: Options, root: Path = Path("/")) -> Meter:
-    """The sensor that option `name` says, else the first with a power but a battery or graphics card."""
+    """The sensor that option `name` names, else the first with a power but a battery or graphics card."""
     folders = sorted((root / CLASS).glob("hwmon*")) if (root / CLASS).is_dir() else []
     asked, said = options.get("name"), []
     for folder in folders:

@@ -25,9 +25,9 @@ OF: Mapping[Where, str] = {"here": "this machine", "android": "a phone (--adb)"}
 class Family:
     """Meters of one kind. `find(options)` opens one or raises MeterError.
 
-    `where` says whose energy they measure: this machine's ("here"), that of a phone behind adb ("android"), or that of
-    any device wired to them ("apart": taken only by name). `auto` takes the lowest `rank` that is there. `options` are
-    the names that `find` accepts. An `exported` recording is a file that a person exports once a measurement.
+    `where` names the machine that they measure: this one ("here"), a phone behind adb ("android"), or any device wired
+    to them ("apart": taken only by name). `auto` takes the lowest `rank` that is there. `options` are the names that
+    `find` accepts. An `exported` recording is a file that a person exports once a measurement.
     """
 
     find: Callable[[Options], Meter]

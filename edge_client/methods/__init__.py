@@ -91,9 +91,9 @@ class Method(BaseModel):
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
     that stays): they are reported apart from the rounds' bytes. `search` has the few settings that `maskfleet tune`
-    searches. `rival` names the method whose score this one should reach; a simulation of both says when it does not.
-    `revision` is raised with every change after which the same settings give other bytes or another model:
-    stored results of an earlier one are run again.
+    searches. `rival` names the method whose score this one should reach; a simulation of both names a method that does
+    not. `revision` is raised with every change after which the same settings give other bytes or another model: stored
+    results of an earlier one are run again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -128,7 +128,7 @@ class Method(BaseModel):
         return None
 
     def caution(self, course: Course) -> str | None:
-        """A warning, in a sentence, about these settings with this model and number of rounds; None: nothing to say.
+        """A warning, in a sentence, about these settings with this model and number of rounds; None: no warning.
 
         `simulate` prints it and the coordinator logs it before round 1.
         """
@@ -142,9 +142,9 @@ class Method(BaseModel):
         return "lr", "more rounds"
 
     def unpruned(self) -> str | None:
-        """A warning, in a sentence, for a network that should be pruned and is whole at the end; None: nothing to say.
+        """A warning, in a sentence, for a network that should be pruned and is whole at the end; None: no warning.
 
-        A device says it of its own network, a simulation when it holds of every device.
+        A device prints it for its own network, a simulation when it holds for every device.
         """
         return None
 
@@ -225,7 +225,7 @@ class Method(BaseModel):
 
     @abstractmethod
     def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Any:
-        """What the downlink says, with what the device kept. Raises LostError, PayloadError."""
+        """Decode the downlink, with what the device kept. Raises LostError, PayloadError."""
         ...
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """BNN-FedAvg: binary weights with real latents, signs up, their mean or majority down.
 
 "BNNAvg" of HideNseek's tables: Courbariaux, Hubara, Soudry, El-Yaniv, Bengio, "Binarized Neural Networks", 2016,
-averaged as McMahan et al. do. docs/methods/bnn.md says what differs from the paper's network.
+averaged as McMahan et al. do. docs/methods/bnn.md lists what differs from the paper's network.
 
 - A device has real latents in [-1, 1]. A weight is the sign of its latent times the root mean square of its tensor's
   first values, a constant that both sides know. The gradient passes the sign unchanged where the latent is within its

@@ -1,6 +1,6 @@
 """Coupled masks: FedPM's learning for far fewer bytes, exact both ways.
 
-Bernoulli masks on frozen weights (`bernoulli` says what is masked, trained and left alone) with shared randomness:
+Bernoulli masks on frozen weights (`bernoulli` defines what is masked, trained and left alone) with shared randomness:
 device k and the server draw the same uniforms u_k from the key (seed, "uniforms", round, device). The device trains
 theta to theta_k and its mask is ``u_k < theta_k``, an exact draw, independent between devices.
 
@@ -16,7 +16,7 @@ theta to theta_k and its mask is ``u_k < theta_k``, an exact draw, independent b
 There is one downlink for each audience: "short" (net flips), "long" (net flips coded with those of the round before,
 for a device that received them), "change" (counts coded against the last counts, when the cohort was larger than
 `references`, so that drawing all its uniforms would cost more than it saves), "whole" (counts); each with or without
-the head. A device's record says in which round it last took part, and its audience in the round after.
+the head. A device's record has the round in which it last took part, and its audience in the round after.
 
 An update names its reference mask by a hash, and checksums of the mask and of the counts travel along, so that a
 difference between the two sides is detected before noise is averaged. A device whose kept values are lost or old raises
@@ -151,7 +151,7 @@ class Coupled(BernoulliMasks):
         return counter.key(a.seed, "uniforms", a.round, a.device)
 
     def history(self, model: Model, net: Flips | None) -> History | None:
-        """What the last round's net flips say about the next."""
+        """What the last round's net flips predict of the next."""
         if net is None:
             return None
         return coupling.history(net, [b.shape for b in self.masked(model).blocks])

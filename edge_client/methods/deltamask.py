@@ -1,8 +1,8 @@
 """DeltaMask: a pre-trained network fine-tuned by masks whose changes travel in a probabilistic filter.
 
 Tsouvalas, Asano, Saeed, "Federated Fine-Tuning of Foundation Models via Probabilistic Masking", arXiv 2311.17299.
-`bernoulli` says what is masked, probed, trained and aggregated; the paper masks the last blocks (`layers`) and probes
-the head for one round. Where the paper contradicts itself, docs/methods/deltamask.md argues for the default;
+`bernoulli` defines what is masked, probed, trained and aggregated; the paper masks the last blocks (`layers`) and
+probes the head for one round. Where the paper contradicts itself, docs/methods/deltamask.md argues for the default;
 Algorithm 2 as printed is ``tally="mean", posterior="mean"``.
 
 - Both sides draw the reference mask m_g ~ Bern(theta) from a shared key. A device draws m_k ~ Bern(theta_k). Of the

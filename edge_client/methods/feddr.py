@@ -19,7 +19,7 @@ that code reflections also weigh by samples, y starts at zero, and a device that
 
 - Down: the global model; up: the reflection; payloads and codecs are those of FedAvg. x and y stay on the device. The
   server keeps each device's last reflection. That of a device that lost its state stays in the mean until the next one
-  replaces it. That of a device that was removed stays for good; docs/methods/feddr.md says what that does.
+  replaces it. That of a device that was removed stays for good; docs/methods/feddr.md has the effect.
 - FedMap with `dr` takes these steps on the weights that remain, with the mean change as its downlink; here devices may
   miss rounds without a whole downlink.
 - Local steps have no momentum, as in that code: x must end between y and the device's optimum, and momentum carries it

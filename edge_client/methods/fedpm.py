@@ -1,7 +1,7 @@
 """FedPM: a random network's subnetwork, learned as probabilities and sent as samples.
 
 Isik, Pase, Gunduz, Weissman, Zorzi, "Sparse Random Networks for Communication-Efficient Federated Learning",
-ICLR 2023. `bernoulli` says what is masked, trained and aggregated. The paper's own setting is a bundle of signed
+ICLR 2023. `bernoulli` defines what is masked, trained and aggregated. The paper's own setting is a bundle of signed
 constants, biases too (the benchmarks' `mlp-signs`; a seed with `init="sign"` draws smaller ones, and biases of 0),
 ``head="mask"``, ``biases=true``, ``theta0=0.5``, ``spread=1``, ``ste="ref"``, ``persistent=true``, ``rescale=false``,
 ``evaluate="sample"``, ``epochs=3`` and ``batch=128``: its published code keeps Adam's moments on the device, multiplies

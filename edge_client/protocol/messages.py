@@ -41,7 +41,7 @@ class Message(BaseModel):
 
 
 class Problem(BaseModel):
-    """RFC 9457 problem. `type` ends in a fixed word ("wrong-round"); `detail` says what, which value, what to do."""
+    """RFC 9457 problem. `type` ends in a fixed word ("wrong-round"); `detail` has the fault, the value, what to do."""
 
     type: str
     title: str
@@ -81,7 +81,7 @@ class FederationConfig(Message):
     backend: Name | None = None
     """Training backend the devices are asked to use; None leaves it to each device."""
     max_attempts: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
-    """Attempts of one round; when the last one fails too, the federation pauses and `fault` says why."""
+    """Attempts of one round; when the last one fails too, the federation pauses and `fault` has the reason."""
     presence_seconds: Annotated[float, Field(strict=True, ge=1, le=MAX_SECONDS, allow_inf_nan=False)] = 300.0
     """A device is drawn only if it made a request within so many seconds before the round opens."""
     guard: Literal["clip", "drop", "none"] = "clip"
@@ -142,7 +142,7 @@ class Federation(Message):
 
     id: str
     config: FederationConfig | None
-    """None, as is `phase`, when the coordinator cannot read it: `fault` says why."""
+    """None, as is `phase`, when the coordinator cannot read it: `fault` has the reason."""
     phase: Phase | None
     round: int
     """The round under way (or about to start), 0 while recruiting, `rounds` when finished."""
@@ -287,7 +287,7 @@ class Failure(Message):
 
 
 class DeviceMetrics(Message):
-    """What one device says of one round: a list in the metadata of its update (`protocol.metrics`)."""
+    """One device's figures of one round: a list in the metadata of its update (`protocol.metrics`)."""
 
     samples: Count
     loss: Annotated[float, Field(strict=True, ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]

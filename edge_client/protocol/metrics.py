@@ -1,6 +1,6 @@
 """A device's metrics as they travel: one list in the metadata of its update, at few digits.
 
-The URL, the lease and the digest of an update already say its method, round and device.
+The URL, the lease and the digest of an update already name its method, round and device.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Device(Message):
     messages_down: dict[str, int] = Field(default={})
     removed: bool = False
     state: DeviceState = "ready"
-    """"new": it has only enrolled; "failed": `failure` says why, it may be drawn again; "removed" by the operator."""
+    """"new": enrolled only; "failed": `failure` has the reason, it may be drawn again; "removed" by the operator."""
     ready: bool = True
     """It has asked for work: it counts and may be drawn. No round waits for a device that has only enrolled."""
     report: Report | None = None
@@ -92,7 +92,7 @@ class Device(Message):
     client: str = ""
     """Its program and version, as `maskfleet/0.1.0`; empty until it has asked for work."""
     engine: str = ""
-    """Its training engine, as `onnxruntime`; empty when it does not say."""
+    """Its training engine, as `onnxruntime`; empty when it is not reported."""
 
 
 class BundleReceipt(Message):
@@ -107,7 +107,7 @@ class ExportRequest(Message):
     """Ask for a model as a file of this kind: the global one, or with `device` that device's own.
 
     A device's own model may be unknown to the coordinator: a part of it stays on the device, or the device kept a model
-    of its own training. Then the file has the global model, and `source` of the answer says so.
+    of its own training. Then the file has the global model, and `source` of the answer is `global`.
     """
 
     kind: Literal["onnx", "pte"]
@@ -133,7 +133,7 @@ class Export(Message):
 
 
 class BundleSummary(Message):
-    """A bundle in figures: what its manifest says, what is missing, who uses it."""
+    """A bundle in figures: those of its manifest, what is missing, what uses it."""
 
     digest: Sha256
     added_at: float

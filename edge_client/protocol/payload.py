@@ -6,7 +6,7 @@ refused with a PayloadError before an array is used. docs/protocol.md gives each
 
 A value of the metadata is written as the text of its JSON, because safetensors allows text there only. What the arrays
 mean is the method's business. A header is short, because some updates are a few hundred bytes: nothing is written that
-the URL, the lease or the digest already says.
+the URL, the lease or the digest already has.
 
 On the wire a header has at most `HEADER_BYTES`; a larger one is refused before it is parsed. Files that a device or a
 coordinator stores for itself have the same form and may have up to `FILE_HEADER_BYTES`.
@@ -104,7 +104,7 @@ def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
 
 @contextmanager
 def decoding(what: str) -> Iterator[None]:
-    """A CodecError of the block as a PayloadError that says that `what` cannot be decoded, and why."""
+    """A CodecError of the block as a PayloadError: `what` cannot be decoded, and the reason."""
     try:
         yield
     except CodecError as error:

@@ -1,7 +1,7 @@
 """Cuts channels out of an exported graph, training or evaluation: the same nodes on smaller tensors.
 
-`edge_client.narrow` says which entries of each parameter stay. This module follows these entries through the graph:
-which entries of each axis of a value stay; `cut_rules` says what each operator makes of that. The exporter writes sizes
+`edge_client.narrow` gives the entries of each parameter that stay. This module follows these entries through the graph:
+which entries of each axis of a value stay; `cut_rules` has the rule of each operator. The exporter writes sizes
 as constants, such as the target of a `Reshape`; these are rewritten, and so are constant tensors that meet a cut value.
 A sum or a product over an axis that loses entries is cut only where both factors lose the same ones. So for values that
 are zero in all that was cut, every number that stays is the whole graph's.
@@ -34,7 +34,7 @@ def cut(model: ModelProto, sample: Shape, tensors: Mapping[str, Axes]) -> ModelP
 
     `sample` is the shape of one sample, the input `x` without its batch axis. A gradient ``grad:<name>`` and a
     statistic ``new:<name>`` lose what their tensor loses; no other output may lose anything. Raises ConfigError that
-    says what of the graph does not allow the cut.
+    names what of the graph does not allow the cut.
     """
     made = ModelProto()
     made.CopyFrom(model)

@@ -33,7 +33,7 @@ ROUNDED = 1e-7  # of the amounts' size: float32 rounds off as much
 class Site:
     """One contraction. `a` and `b` are its operands, `b` None where it is a weight; lists hold the steps of a loop.
 
-    `kind` says how entries lie: "channels" (axis 1), "features" (last axis), "product" (matrices).
+    `kind` is how entries lie: "channels" (axis 1), "features" (last axis), "product" (matrices).
     """
 
     kind: str

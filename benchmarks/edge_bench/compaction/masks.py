@@ -118,7 +118,7 @@ def prunable(module: nn.Module, whole: Collection[str]) -> Iterator[Rows]:
 
 
 def _parametrised(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A reparametrised tensor by its name, with the smallest parameter that has its rows: the lengths, say."""
+    """A reparametrised tensor by its name, with the smallest parameter that has its rows, such as the lengths."""
     if is_parametrized(part):
         for name, made in part.parametrizations.items():  # type: ignore[union-attr,operator]
             rows = len(getattr(part, name))

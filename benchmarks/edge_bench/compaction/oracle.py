@@ -1,7 +1,7 @@
 """The bound: multiply-adds of a masked module when every contraction keeps only what matters, found by numbers alone.
 
 The module runs in float64 on a few samples with every contraction watched (linear layers, convolutions, products of
-matrices, einsum, attention, recurrent layers, interpolation). `counting` says what each of them costs.
+matrices, einsum, attention, recurrent layers, interpolation). `counting` has the cost of each.
 
 Nothing of the exporter or of compaction is used: a channel counts as dead because of the numbers, not of the graph.
 Two things are adapted. The flat sides of a ReLU and a clamp are given a slope of a quarter, so that a unit which

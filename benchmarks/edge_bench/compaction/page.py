@@ -78,7 +78,7 @@ are cut in memory when the channels change. This is another cut than the one abo
 | what it emitted | goes into biases and maps | counts as zero |
 | weights | constants of the graph | inputs of the graph, smaller |
 | nodes | written anew | the same, on smaller tensors |
-| operators | each is run to see what it does | `edge_client/axes.py` says which axes go together |
+| operators | each is run to see what it does | `edge_client/axes.py` pairs the axes that go together |
 | code | `edge_client/compaction/` | `edge_client/training/cut.py`, `cut_rules.py` |
 
 Groups are found once, by the export, which cuts every graph by half of each group's channels as a trial. A group that
@@ -93,7 +93,7 @@ table refuses what it lacks.
 ## How wide
 
 ONNX Runtime's blocked convolutions read multiples of 4 channels, unless they are fewer than a block of 16, and cost the
-same for all outputs within a block. `--align` says how wide the layers are:
+same for all outputs within a block. `--align` sets how wide the layers are:
 
 | `--align` | widths |
 | --- | --- |

@@ -200,7 +200,7 @@ def _error(path: Path, subject: Subject) -> float:
 def timed(models: Sequence[Path], subject: Subject, runs: int) -> list[float]:
     """Milliseconds of one sample of each model, timed in turns on one thread: the median processor time.
 
-    Wall time would say how often the system took the processor away, which a longer call suffers more from.
+    Wall time would measure how often the system took the processor away, which a longer call suffers more from.
     """
     found = in_turns([onnx_call(m, subject.x[:1]) for m in models], runs, max(3, runs // 10))
     return [float(np.median(t)) for t in found.cpu]

@@ -1,6 +1,6 @@
 """The contracts of the seams, as functions that another package calls in its own tests.
 
-Each raises AssertionError with a sentence that says what was expected and what came. maskfleet's tests call the same
+Each raises AssertionError with a sentence: what was expected and what came. maskfleet's tests call the same
 functions on its own methods, codecs, engines and meters. docs/extending.md has an example of each.
 """
 

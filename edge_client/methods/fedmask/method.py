@@ -76,7 +76,7 @@ Restart = Literal["radius", "latent"]
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings whose defaults depend on the bundle; `FedMask` says what each is."""
+    """The settings whose defaults depend on the bundle; `FedMask` describes each."""
 
     keep: float
     head: Head

@@ -90,7 +90,7 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
-    revision: ClassVar[int] = 10  # the coordinator says how many devices there are
+    revision: ClassVar[int] = 10  # the coordinator gives the number of devices
     rival: ClassVar[str] = "fedavg"
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),

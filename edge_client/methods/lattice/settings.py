@@ -63,7 +63,7 @@ class Settings(LocalSgd):
 
     def refuse_idle(self) -> None:
         """Raise ConfigError when a setting of the pruning is given without `prune`."""
-        default = type(self)()  # a federation's settings are written down with their defaults, which say nothing
+        default = type(self)()  # defaults are written into a federation's settings too
         for name in OF_PRUNING if self.prune is None else ():
             if (value := getattr(self, name)) != getattr(default, name):
                 raise ConfigError(f"{name} = {value!r} changes nothing without pruning; set prune too, or leave it out")

@@ -27,7 +27,7 @@ from edge_client.task import Assignment, Course, Personal
 
 
 class MaskedNetwork(Method):
-    """The settings that say what is masked and what the global model is, and the models that follow."""
+    """The settings that choose what is masked and what the global model is, and the models that follow."""
 
     layers: tuple[str, ...] = ()
     """Masked layers by name or dotted prefix; empty: all but a head that is not masked, of a pre-trained bundle only

@@ -23,7 +23,7 @@ class Division:
     """Parts of the model: masked; trained and sent as float32 (`real`); trained and kept on the device (`local`).
 
     Of the mask elements, those of each of `groups` (indices int64) are ranked against each other, and every device
-    keeps as many of a group as `kept` says.
+    keeps `kept` of a group.
     """
 
     masked: Part

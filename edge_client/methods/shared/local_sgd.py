@@ -53,7 +53,7 @@ class LocalSgd(Method):
     ) -> tuple[F32, F32, float]:
         """The local epochs from `start`: the parameters after them, the statistics, and the last epoch's mean loss.
 
-        They lower the loss plus ``pull / 2 * |w - start|**2 + decay / 2 * |w|**2``, where `live` bool[d] says so; the
+        They lower the loss plus ``pull / 2 * |w - start|**2 + decay / 2 * |w|**2``, where `live` bool[d] is True; the
         loss that is returned is without these terms. `whole` is the federation's model where the task's is a part.
         """
         w, buffers, loss = start.parameters.copy(), start.buffers.copy(), EpochLoss()

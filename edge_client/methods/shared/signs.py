@@ -346,7 +346,7 @@ class SignMasks(Method):
         return loss.mean
 
     def bound(self, latents: F32) -> None:
-        """Bring latents back into their range, in place, after a step; they have none unless a method says so."""
+        """Bring latents back into their range, in place, after a step; they have none unless a method sets one."""
 
 
 def of_units(kept: Kept | None, units: Packed | None) -> Kept | None:

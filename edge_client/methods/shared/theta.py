@@ -1,6 +1,6 @@
 """theta, the probabilities of Bernoulli masks, as the whole numbers that determine it.
 
-The arithmetic is exact IEEE double, the same on every machine. `bernoulli` says which of these a method uses.
+The arithmetic is exact IEEE double, the same on every machine. `bernoulli` chooses which of these a method uses.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def chosen(manifest: Manifest, kept: Channels) -> Units:
 
 
 def unpacked(manifest: Manifest, packed: Packed) -> Units:
-    """The structure that `packed` says. Raises ValueError for bits that are none."""
+    """The structure in `packed`. Raises ValueError for bits that are none."""
     bitset.check(packed, sum(g.size for g in manifest.groups))
     return _unpacked(Same(manifest), packed.tobytes())
 
@@ -132,7 +132,7 @@ def held(manifest: Manifest, packed: Packed) -> Units:
 
 
 def read_units(manifest: Manifest, packed: Packed) -> Units:
-    """The structure that a payload's array `units` says. Raises PayloadError."""
+    """The structure in a payload's array `units`. Raises PayloadError."""
     try:
         return unpacked(manifest, packed)
     except ValueError as error:

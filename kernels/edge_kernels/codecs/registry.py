@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def find(name: str, builtin: Mapping[str, Codec], group: str, what: str) -> Codec:
-    """The codec `name`. Raises CodecError with the choices; `what` says which kind of codec it is."""
+    """The codec `name`. Raises CodecError with the choices; `what` names the kind of codec."""
     return builtin[name] if name in builtin else cast(Codec, _load(name, group, what, tuple(builtin)))
 
 

@@ -18,7 +18,7 @@ _TILE = 1 << 16  # positions handled at a time, so that temporaries stay small b
 
 
 class CodecError(ValueError):
-    """Bytes that are not a payload for this d, or values that a codec cannot carry; the message says which and why."""
+    """Bytes that are not a payload for this d, or values that a codec cannot carry; the message has the reason."""
 
 
 def check_size(d: int) -> None:

@@ -17,7 +17,7 @@ class Case:
     """`make` gives a fresh module; `shape` is one sample; `ids` bounds integer inputs, None for float ones.
 
     `whole` names the layers whose rows are the model's outputs: no mask touches them. `quick` marks the graphs that the
-    test suite runs. `needs` says what a graph tries that others do not, in a few words.
+    test suite runs. `needs` describes in a few words what a graph tries that others do not.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def conv(inner: int, out: int, kernel: int = 3, bias: bool = True, **settings: int | str) -> nn.Conv2d:
-    """A 2-d convolution; odd kernels keep the size unless `padding` says otherwise."""
+    """A 2-d convolution; odd kernels keep the size unless `padding` is given."""
     settings.setdefault("padding", kernel // 2)
     return nn.Conv2d(inner, out, kernel, bias=bias, **settings)  # type: ignore[arg-type]
 
