@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -114,7 +115,7 @@ def test_the_method_s_package_passes_its_own_tests_and_runs_beside_others(tmp_pa
     path = os.pathsep.join([str(tmp_path / "acme"), *sys.path])
     for arguments in (
         ["pytest", "-q", "-p", "no:cacheprovider", "tests"],
-        ["edge_client.cli", "simulate", "simulate.toml", "--rounds", "1"],
+        ["edge_client.cli", "simulate", "simulate.toml", "--rounds", "1", "--json", "result.json"],
     ):
         done = subprocess.run(
             [sys.executable, "-m", *arguments], cwd=tmp_path / "acme", env={**os.environ, "PYTHONPATH": path},
@@ -122,6 +123,9 @@ def test_the_method_s_package_passes_its_own_tests_and_runs_beside_others(tmp_pa
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     assert "acme_masks" in done.stdout
+    found = json.loads((tmp_path / "acme" / "result.json").read_text())["methods"]
+    up = {label: record["bytes_up_per_device_round"] for label, record in found.items()}
+    assert up["acme_masks"] < up["fedavg"] / 5  # a tenth of the values, with their places
 
 
 # --- the page

@@ -1,30 +1,34 @@
-"""Mine: federated averaging whose devices send only the larger half of their change.
+"""Mine: federated averaging whose devices send only the largest values of their change, and the rest later.
 
-A method is one class: its fields are the settings, its functions the two halves. This one changes what a device sends;
-the server's half is FedAvg's. docs/extending.md of maskfleet describes every function.
+A method is one class: its fields are the settings, its functions the two halves. This one changes how an update travels
+up; the rest is FedAvg's. The docstring of `edge_client.methods.Method` describes every function.
 """
 
-from typing import Annotated, ClassVar
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
+from edge_client.bundle import Model
 from edge_client.methods.fedavg import FedAvg
-from edge_client.methods.shared.averaging import Weights
-from edge_client.task import Task
+from edge_client.methods.shared.value_changes import Feedback, Uplink
 
 
 class Mine(FedAvg):
-    """FedAvg with small changes dropped."""
+    """FedAvg with the largest changes sent, the others kept for the next round."""
 
     name: ClassVar[str] = "mine"
-    share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """The share of parameters whose change is sent."""
+    share: Annotated[float, Field(ge=0.001, le=1)] = 0.1
+    """The share of the changes that a device sends."""
+    up: Literal["topk"] = "topk"
+    """The value codec of what a device sends: `share` of the values, with their places."""
+    feedback: Feedback = True
+    """The device adds to a change what was not sent before."""
 
-    def train(self, task: Task, start: Weights) -> tuple[Weights, float]:
-        """Train as FedAvg does, then undo the smaller changes."""
-        trained, loss = super().train(task, start)
-        change = trained.parameters - start.parameters
-        least = np.quantile(np.abs(change), 1 - self.share)
-        kept = np.where(np.abs(change) >= least, change, np.float32(0))
-        return Weights(start.parameters + kept, trained.buffers), loss
+    @property
+    def uplink(self) -> Uplink:
+        """How the change travels up; the device encodes and the server decodes by it."""
+        return replace(super().uplink, codec=f"topk:{self.share}")
+
+    def paper_bytes(self, model: Model) -> None:
+        """No paper counts its bytes."""
