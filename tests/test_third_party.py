@@ -1,4 +1,4 @@
-"""Another package adds a method, codecs, a meter, a target and a training engine: the blocks of docs/extending.md.
+"""Another package adds a method, codecs, a meter, a target, an engine and a data set: the blocks of docs/extending.md.
 
 The package is written to a temporary folder with the page's entry points, as pip would install it. Nothing of
 maskfleet changes; the federations run through the simulator, which shares engine and aggregation with the coordinator.
@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from edge_bench import datasets
+from edge_bench.data_table import DataConfig
 from edge_bench.simulate import Simulated, run
 from edge_kernels import codecs
 from edge_kernels.codecs import values
 from numpy_mlp import mlp
 
-from edge_client import toml
+from edge_client import method_inspection, toml
 from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
 from edge_client.data import DataFile, DeviceData, fit
 from edge_client.errors import BundleError, ConfigError, DataError, MeterError
@@ -233,11 +235,18 @@ def test_every_block_has_under_thirty_lines() -> None:
         assert len(lines) < 30, (name, len(lines))
 
 
-def test_the_page_s_method_trains_on_the_page_s_engine(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
+def test_the_page_s_method_trains_on_the_page_s_engine_and_is_described(
+    bundle: Bundle, devices: dict[str, DeviceData], capsys: pytest.CaptureFixture[str]
+) -> None:
     result = federation(bundle, devices, name="acme-avgm", lr=0.02, epochs=1)
     assert result.final is not None
     assert result.final.mean > 0.8
     assert "beta" in import_module("acme_fleet.method").AvgM.search
+    method_inspection.methods()
+    method_inspection.method("acme-avgm")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "acme-avgm FedAvg with a constant momentum of the server." in said
+    assert "The share of a round's step that the next round adds to its own." in said
 
 
 def test_the_page_s_meter_is_found_by_name(installed: Path, tmp_path: Path) -> None:
@@ -245,6 +254,15 @@ def test_the_page_s_meter_is_found_by_name(installed: Path, tmp_path: Path) -> N
         choose(f"acme-ups:path={tmp_path}/watts")
     (tmp_path / "watts").write_text("4.2")
     assert choose(f"acme-ups:path={tmp_path}/watts").meter is not None
+
+
+def test_the_page_s_data_set_is_divided_by_its_owners(bundle: Bundle) -> None:
+    config = DataConfig.model_validate({"name": "acme-machines", "arguments": {"machines": 4}})
+    found = datasets.load(config, 0, bundle.manifest)
+    assert list(found) == ["device-0", "device-1", "device-2", "device-3"]
+    assert all(len(d.y) + len(d.y_test) == 60 and d.x.shape[1:] == (6,) for d in found.values())
+    with pytest.raises(ConfigError, match=r"acme-machines' cannot be called with arguments = {'machine': 4}"):
+        datasets.load(config.model_copy(update={"arguments": {"machine": 4}}), 0, bundle.manifest)
 
 
 def test_what_does_not_load_or_is_not_installed_is_named_with_the_choices(installed: Path, bundle: Bundle) -> None:
