@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime import InferenceSession
+from rich.console import Console
 from safetensors.numpy import save_file
 from sequential_bundle import Act, Linear, random_personal, sequential_bundle
 
 from edge_client import cli
 from edge_client.bench import android, child, compare, measure, plots, report, variants
-from edge_client.bench.cli import distinct
+from edge_client.bench.cli import distinct, slow
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense
 from edge_client.errors import ConfigError, DataError, MaskfleetError, MeterError
@@ -283,6 +284,28 @@ def test_what_a_meter_missed_is_a_warning(figures: dict[str, Any], said: list[st
     assert [text.startswith(due) for text, due in zip(found, said, strict=True)] == [True] * len(said)
 
 
+@pytest.mark.parametrize(
+    ("spread", "which"),
+    [([0.3, 0.3], "all variants"), ([0.3, 0.1], "dense on 1"), ([0.3], "dense on 1"), ([0.1, 0.1], None)],
+)
+def test_times_that_vary_are_a_warning_that_is_short_when_all_do(spread: list[float], which: str | None) -> None:
+    rows = [{"variant": "dense", "threads": i + 1, "wall_ms": {"cv": cv}} for i, cv in enumerate(spread)]
+    state = {"load": 0.0}
+    found = measure.warnings({"machine": {}, "before": state, "after": state, "rows": rows})
+    assert found == ([] if which is None else [f"the times of {which} vary by more than a fifth"])
+
+
+def test_slow_starts_are_announced_with_the_option_that_leaves_them_out(tmp_path: Path) -> None:
+    two = [variants.Variant("dense", tmp_path / "a.onnx"), variants.Variant("pte", tmp_path / "a.pte")]
+    settings = measure.Settings((1, 2))
+    assert slow(two, settings, True) == (
+        "pte: 6 starts of ExecuTorch follow, about 15 s each; --variants dense,compact leaves them out"
+    )
+    assert slow(two, settings, False).endswith("--cold-starts 0 leaves them out")
+    assert not slow(two[:1], settings, True)
+    assert not slow(two, measure.Settings((1,), cold_starts=0), True)
+
+
 def test_all_blocks_share_one_recording() -> None:
     """A meter that is recorded by hand plays its pulses once, not once a row."""
     said: list[str] = []
@@ -358,6 +381,19 @@ def test_the_page_has_the_tables_and_the_picture_is_a_picture(digits: Path) -> N
     assert (digits / "report.png").read_bytes()[:4] == b"\x89PNG"
     for line in page.splitlines():
         assert not line.startswith("|") or line.count("|") in (len(report.TIMES) + 1, len(report.SIZES) + 1)
+
+
+def test_no_name_is_folded_in_80_columns_or_fewer(digits: Path) -> None:
+    found = json.loads((digits / "report.json").read_text())
+    found["rows"][-1]["engine"] = "executorch"
+    for width in (80, 40):
+        out = io.StringIO()
+        report.show(found, Console(file=out, width=width))
+        lines = out.getvalue().splitlines()
+        assert sum(line.startswith("dense ") and "onnxruntime" in line for line in lines) == 2
+        assert sum(line.startswith("int8 ") and "executorch" in line for line in lines) == 1
+        start = next(i for i, line in enumerate(lines) if line.startswith("variant"))
+        assert width < 80 or all(len(line) <= 80 for line in lines[start : start + 24])
 
 
 def test_without_matplotlib_there_is_a_page_without_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from edge_client.bundle import Bundle
 from edge_client.data import DeviceData, fit, read
 from edge_client.errors import ConfigError, suggestion
 from edge_client.files import write_whole
-from edge_client.measure import machine
+from edge_client.measure import engines, machine
 from edge_client.measure.adb import connect
 from edge_client.measure.engines import batch, free_axes, sample_of
 from edge_client.measure.meters import AUTO, choose
@@ -144,12 +144,24 @@ def run(
             if subject.bundle is not None and method != "none":
                 samples = made_data(subject.bundle, SAMPLES) if subject.data is None else subject.data
                 trains = training(subject.bundle, samples, {"name": method}, threads=settings.threads[0])
+            if text := slow(subject.variants, settings, subject.bundle is not None):
+                say(text)
             x = batch(subject.shape, subject.dtype) if subject.data is None else subject.data.x[:1]
             head = measure.header(subject.name, command, subject.variants, subject.failed, settings)
             found = measure.report(head, subject.variants, x, settings, chosen, trains, say, before)
     reports.show(found, console)
     if output is not None:
         _write(found, output)
+
+
+def slow(variants: Sequence[Variant], settings: measure.Settings, of_bundle: bool) -> str:
+    """A line on the starts of ExecuTorch, where variants need them; "" where none does."""
+    names = [v.name for v in variants if engines.engine_of(v.file) == engines.EXECUTORCH]
+    if not names or not settings.cold_starts:
+        return ""
+    starts = settings.cold_starts * len(names) * len(settings.threads)
+    less = "--variants dense,compact" if of_bundle else "--cold-starts 0"
+    return f"{', '.join(names)}: {starts} starts of ExecuTorch follow, about 15 s each; {less} leaves them out"
 
 
 def _threads(text: str, most: int) -> tuple[int, ...]:

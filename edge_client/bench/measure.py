@@ -214,7 +214,8 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
         said.append(f"the processor warmed from {warm[0]:g} to {warm[1]:g} °C: later figures may be throttled")
     noisy = [f"{r['variant']} on {r['threads']}" for r in report["rows"] if r["wall_ms"]["cv"] > 0.2]
     if noisy:
-        said.append(f"the times of {', '.join(noisy)} vary by more than a fifth")
+        which = "all variants" if 1 < len(noisy) == len(report["rows"]) else ", ".join(noisy)
+        said.append(f"the times of {which} vary by more than a fifth")
     trained = report.get("training") or {}
     measured = [*report["rows"], *(trained[name] for name in ("step", "round") if name in trained)]
     faults = {r["energy_fault"] for r in measured if "energy_fault" in r}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -120,6 +120,22 @@ def what(report: Mapping[str, Any]) -> str:
     return f"{report['model']}, {'one sample' if shape[:1] == [1] else 'a run'} of {shape}"
 
 
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
+    """A table as wide as its cells, with narrow gaps where the console has fewer columns; nothing is folded or cut."""
+    for gap in (1, 0):
+        made = Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, gap, 0, 0), pad_edge=False
+        )
+        for i, head in enumerate(heads):
+            made.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
+        for row in rows:
+            made.add_row(*map(escape, row))
+        made.width = console.measure(made, options=console.options.update(max_width=10_000)).maximum
+        if made.width <= console.width:
+            break
+    return made
+
+
 def show(report: Mapping[str, Any], console: Console) -> None:
     """Print the report."""
     for line in facts(report):
@@ -128,15 +144,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     title = what(report) + (f", {one.pop()}" if len(one) == 1 else "")
     for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
         shown = [i for i, head in enumerate(heads) if one or head != "engine"]  # it is in the title
-        table = Table(
-            title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False
-        )
-        for i in shown:
-            table.add_column(heads[i], justify="left" if i == 0 else "right", overflow="fold")
-        for row in report["rows"]:
-            found = cells(report, row)
-            table.add_row(*(escape(found[i]) for i in shown))
-        console.print(table)
+        rows = [[found[i] for i in shown] for found in (cells(report, row) for row in report["rows"])]
+        console.print(table(title, [heads[i] for i in shown], rows, console), crop=False)
         title = ""
     for line in [*bars(report), *training_lines(report), *notes(report)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
