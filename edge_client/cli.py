@@ -183,6 +183,8 @@ def summary(entry: EntryPoint) -> str:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == entry.attr:
             return (ast.get_docstring(node) or "").partition("\n")[0]
+        if isinstance(node, ast.ImportFrom) and not node.level and any(n.name == entry.attr for n in node.names):
+            return summary(EntryPoint(entry.name, f"{node.module}:{entry.attr}", entry.group))
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             named = any(isinstance(t, ast.Name) and t.id == entry.attr for t in node.targets)
             texts = [k.value for k in node.value.keywords if k.arg == "help"]

@@ -209,6 +209,12 @@ def test_a_log_repeats_a_wait_only_after_a_while(
     ]
 
 
+def test_a_command_that_its_module_imports_has_the_summary_of_its_own_module() -> None:
+    pytest.importorskip("coord_server")
+    entry = EntryPoint("federation", "coord_server.operator.manage:app", "maskfleet.commands")
+    assert cli.summary(entry) == "Create, watch and steer federations on a coordinator."
+
+
 def test_an_entry_point_of_a_missing_module_has_no_summary_and_a_sentence() -> None:
     entry = EntryPoint("ghost", "no_such_module:command", "maskfleet.commands")
     assert cli.summary(entry) == ""
