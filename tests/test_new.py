@@ -44,7 +44,7 @@ def test_every_project_simulates_at_once_on_drawn_weights_that_its_own_export_ha
     assert bundle.manifest.seed == 1
     assert not pretrained(bundle.model())
     table = read_simulation(tmp_path / "mine" / "simulate.toml").export
-    line = " ".join(own_model.command("model.py:build", table, bundle, None))
+    line = " ".join(own_model.command("model.py:build", table, bundle, Path("devices/about.toml")))
     for page in (tmp_path / "mine" / "README.md", PAGE):
         assert f"{line}\n" in re.sub(" *#.*", "", page.read_text())
 
