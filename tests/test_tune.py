@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_bench import datasets, toml_text
+from edge_bench.own_model import ExportConfig
 from edge_bench.simulate import RoundRow
 from edge_bench.simulation_file import open_simulation
-from edge_bench.tune import Plan, Trial, best, open_plan, read_size, search, tune
+from edge_bench.tune import Plan, Trial, best, federation_toml, open_plan, read_size, search, tune
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,6 +92,22 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     assert lines[0].endswith(" s  fedavg trial 1/5  begins: as configured")  # at once, also in a log
     ends = [line for line in lines if line.startswith("fedavg trial")]  # other lines begin with the time
     assert [line.split()[2] for line in ends] == [f"{n}/5" for n in range(1, 6)]
+
+
+def test_a_bundle_of_the_cache_is_named_with_the_command_that_writes_one(file: Path) -> None:
+    found, trial = plan(file), Trial(0, {}, "ended", 0.5, 9.0, 3)
+    assert "#" not in federation_toml("best", found, "fedavg", trial)
+    own = found.config.model_copy(
+        update={"bundle": "/x/my model.py:build", "export": ExportConfig.model_validate({"seed": 1})}
+    )
+    lines = federation_toml("best", replace(found, config=own), "fedavg", trial).splitlines()
+    assert lines[1] == (
+        "# maskfleet export '/x/my model.py:build' --input 64 --seed 1 --about devices/about.toml -o bundle"
+    )
+    assert lines[2] == "# `maskfleet data split` writes devices/about.toml."
+    built = found.config.model_copy(update={"bundle": "mlp-har"})
+    text = federation_toml("best", replace(found, config=built), "fedavg", trial)
+    assert text.startswith("# The bundle 'mlp-har', built into the cache.\nname = ")
 
 
 @pytest.mark.parametrize("name", ["run.toml", "best.toml", "best.trials", "best.federation.toml"])

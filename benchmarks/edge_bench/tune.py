@@ -10,6 +10,7 @@ the output. A trial whose score after a round is below the median of the earlier
 from __future__ import annotations
 
 import json
+import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,14 +22,16 @@ import optuna
 import typer
 from edge_kernels import counter
 
-from edge_bench import provenance, report, toml_text
+from edge_bench import own_model, provenance, report, toml_text
 from edge_bench.bundles import NAMES
 from edge_bench.command_line import check_writable, plain_console, write_json
 from edge_bench.curves import amount, mean, shown
+from edge_bench.data_cli import ABOUT
 from edge_bench.progress import PAUSE, Steps
 from edge_bench.simulate import RoundRow, run_all
 from edge_bench.simulation_file import SimulationConfig, prepare, read_simulation
 from edge_client import toml
+from edge_client.authored import is_place
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
@@ -255,7 +258,19 @@ def federation_toml(name: str, plan: Plan, label: str, trial: Trial) -> str:
         "min_devices": len(plan.devices), "seed": config.seed, **run,
         "method": {"name": label, **config.methods[label], **trial.settings},
     }  # fmt: skip
-    return toml_text.dumps(given)
+    return _whence(plan) + toml_text.dumps(given)
+
+
+def _whence(plan: Plan) -> str:
+    """A comment on a bundle that lies in the cache: how it was made, and how to write it elsewhere."""
+    place, m = plan.config.bundle, plan.bundle.manifest
+    if is_place(place):
+        described = m.class_names or m.input.normalisation or m.input.between
+        about = Path("devices") / ABOUT if described else None
+        line = shlex.join(own_model.command(place, plan.config.export, plan.bundle, about))
+        split = f"\n# `maskfleet data split` writes {about}." if about else ""
+        return f'# The bundle lies in the cache. For one of your own, with bundle = "bundle":\n# {line}{split}\n'
+    return f"# The bundle {place!r}, built into the cache.\n" if place in NAMES and place not in packaged() else ""
 
 
 def tune(
@@ -294,7 +309,8 @@ def tune(
     console = plain_console()
     count, validated = len(plan.devices), sum(len(d.y_test) for d in plan.devices.values())
     console.print(
-        f"{trials} trials of {', '.join(plan.config.methods)}; {plan.config.rounds} rounds on {count} devices, "
+        f"{trials} trial{'s' * (trials > 1)} of {', '.join(plan.config.methods)}; {plan.config.rounds} "
+        f"round{'s' * (plan.config.rounds > 1)} on {count} devices, "
         f"scored on {validated} validation samples; trials lie in {database}"
     )
     results: dict[str, list[Trial]] = {}
