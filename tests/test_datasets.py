@@ -465,8 +465,11 @@ def test_the_table_has_a_bar_for_each_class_and_a_summary_for_the_rest() -> None
     lines = histogram.table(devices, 3, most=2).splitlines()
     assert lines[1] == "d0      5      0      0  █▂ "
     assert lines[2].endswith("  █")
-    assert lines[3] == "and 1 more devices"
-    assert lines[4].startswith("3 devices: 2 to 5 samples to train on, median 2; 1 to 2 classes each, median 2;")
+    assert lines[3] == "and 1 more device"
+    assert lines[4].startswith("3 devices: 2 to 5 samples (median 2) to train on; 1 to 2 classes (median 2) each; ")
+    alike = histogram.table(held([0, 1], [1, 2]), 3).splitlines()[-1]
+    assert alike.startswith("2 devices: 2 samples to train on; 2 classes each; ")
+    assert histogram.table(held([0]), 3).splitlines()[-1].startswith("1 device: 1 sample to train on; 1 class each; ")
 
 
 def test_the_file_has_every_part_and_class_of_each_device() -> None:

@@ -520,6 +520,11 @@ def test_labels_are_printed_drawn_and_written_without_a_run(tmp_path: Path, caps
     assert "3 devices: " in said
     assert "bits" not in said
     assert plot.read_bytes()[:4] == b"\x89PNG"
+    file.write_text(file.read_text().replace("[methods.standalone]\n", ""))
+    simulate_cli.simulate(file, labels=True)
+    assert "3 devices: " in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"one for each method; write one \(`simulate` also takes --method\)"):
+        simulate_cli.simulate(file)
 
 
 def test_the_result_file_has_the_form_of_the_schema_and_makes_a_data_frame_in_a_line(

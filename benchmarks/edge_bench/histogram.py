@@ -46,13 +46,21 @@ def table(devices: Mapping[str, DeviceData], classes: int, most: int = 20) -> st
     for (name, d), row in list(zip(devices.items(), held, strict=True))[:most]:
         lines.append(f"{name:{width}} {len(d.y):6d} {len(d.y_val):6d} {len(d.y_test):6d}  {bars(row)}")
     if len(devices) > most:
-        lines.append(f"and {len(devices) - most} more devices")
+        more = len(devices) - most
+        lines.append(f"and {more} more device{'s' * (more > 1)}")
     sizes, kinds = np.array([len(d.y) + len(d.y_val) for d in devices.values()]), (held > 0).sum(axis=1)
     lines.append(
-        f"{len(devices)} devices: {sizes.min()} to {sizes.max()} samples to train on, median {np.median(sizes):g}; "
-        f"{kinds.min()} to {kinds.max()} classes each, median {np.median(kinds):g}; unevenness {unevenness(held):.2f}"
+        f"{len(devices)} device{'s' * (len(devices) > 1)}: {_counted(sizes, 'sample')} to train on; "
+        f"{_counted(kinds, 'class')} each; unevenness {unevenness(held):.2f}"
     )
     return "\n".join(lines)
+
+
+def _counted(numbers: NDArray[np.int64], what: str) -> str:
+    """The range of these numbers and their median, or the one number that all are."""
+    low, high = int(numbers.min()), int(numbers.max())
+    things = what if high == 1 else f"{what}{'es' if what.endswith('s') else 's'}"
+    return f"{high} {things}" if low == high else f"{low} to {high} {things} (median {np.median(numbers):g})"
 
 
 def unevenness(held: NDArray[np.int64]) -> float:

@@ -99,6 +99,8 @@ def simulate(
         raise ConfigError("simulate: name a TOML file, e.g. benchmarks/configs/har_fedmask.toml")
     check_writable(json_file, source=config)
     check_plot(plot, json_file)
+    if labels:  # nothing is trained, so the file needs no methods
+        only, method = None, report.ALONE
     checked, opened, devices = open_simulation(
         config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
