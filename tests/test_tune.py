@@ -94,6 +94,12 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     assert [line.split()[2] for line in ends] == [f"{n}/5" for n in range(1, 6)]
 
 
+def test_one_trial_of_one_round_is_not_printed_as_many(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(FILE.replace("rounds = 3", "rounds = 1"))
+    tune(file, method="standalone", trials=1)
+    assert "1 trial of standalone; 1 round on 3 devices, " in capsys.readouterr().out
+
+
 def test_a_bundle_of_the_cache_is_named_with_the_command_that_writes_one(file: Path) -> None:
     found, trial = plan(file), Trial(0, {}, "ended", 0.5, 9.0, 3)
     assert "#" not in federation_toml("best", found, "fedavg", trial)
