@@ -235,7 +235,7 @@ def test_more_epochs_are_advised_with_their_number_and_after_what_random_weights
     assert said("coupled", drawn) == f"theta0 = 0.5, then {epochs}lr and more rounds"
     assert said("coupled", drawn, theta0=0.5) == said("coupled", trained) == f"{epochs}lr and more rounds"
     assert said("coupled", drawn, theta0=0.5, epochs=5) == "more epochs, then lr and more rounds"
-    assert said("fedavg", None, epochs=1) == f"{epochs}lr, then more rounds"
+    assert said("fedavg", None, epochs=1) == f"{epochs}lr (here 0.01), then more rounds"
 
 
 def test_hermes_whose_devices_all_stay_whole_is_named_whatever_it_scores() -> None:
