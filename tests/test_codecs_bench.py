@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from edge_bench.codecs import bench, entropy_bits, flips, measure
+from edge_bench.timing.codecs import bench, entropy_bits, flips, measure
 from edge_kernels import codecs
 from typer import Typer
 from typer.testing import CliRunner

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import datasets, histogram, partition, scaling, sources
-from edge_bench.data_table import DataConfig
-from edge_bench.datasets import divide, load, read
-from edge_bench.simulation_file import find_bundle
-from edge_bench.sources import CHARACTERS, Samples
+from edge_bench.data import datasets, histogram, partition, scaling, sources
+from edge_bench.data.datasets import divide, load, read
+from edge_bench.data.sources import CHARACTERS, Samples
+from edge_bench.data.table import DataConfig
+from edge_bench.simulation.file import find_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

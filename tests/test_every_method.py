@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench.processes import children, coordinator
-from edge_bench.simulate import Simulated
+from edge_bench.federation.processes import children, coordinator
+from edge_bench.simulation.simulate import Simulated
 from edge_bench.testing import digits, methods
 from edge_kernels import counter
 

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import test_coordinator_process
 from coordination import LIMIT, OPERATOR, Fleet, bearer, credential, play, refused, settings, whole
+from edge_bench.simulation.workers import Evaluation
 from edge_bench.testing import digits, methods
-from edge_bench.workers import Evaluation
 from processes import HELD, held, release
 from processes import ended as over
 from test_coordinator_process import coordinator

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import datasets
-from edge_bench.simulate import Simulated, run_all
-from edge_bench.simulation_file import read_config
+from edge_bench.data import datasets
+from edge_bench.simulation.file import read_config
+from edge_bench.simulation.simulate import Simulated, run_all
 
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError

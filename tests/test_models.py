@@ -105,8 +105,8 @@ def test_a_model_trains_on_onnx_runtime_with_the_gradients_of_pytorch(name: str,
 
 
 def test_the_backbones_see_the_colours_their_weights_expect() -> None:
+    from edge_bench.data.sources import CIFAR_DEVIATION, CIFAR_MEAN
     from edge_bench.models.backbones import _colours
-    from edge_bench.sources import CIFAR_DEVIATION, CIFAR_MEAN
 
     rgb = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 4)).astype(np.float64)
     normalised = (rgb / 255 - CIFAR_MEAN[:, None, None]) / CIFAR_DEVIATION[:, None, None]

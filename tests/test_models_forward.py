@@ -138,7 +138,7 @@ def mobilenet(x: Any, layers: Layers) -> Any:
 
 def pixels(x: Any) -> Any:
     """Normalised images as 0..255, every pixel four times."""
-    from edge_bench.sources import CIFAR_DEVIATION, CIFAR_MEAN
+    from edge_bench.data.sources import CIFAR_DEVIATION, CIFAR_MEAN
 
     deviation, mean = (torch.tensor(v, dtype=torch.float64).reshape(3, 1, 1) for v in (CIFAR_DEVIATION, CIFAR_MEAN))
     return f.interpolate(255 * (x * deviation + mean), scale_factor=2, mode="nearest")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from edge_bench.simulation_file import find_bundle
+from edge_bench.simulation.file import find_bundle
 
 from coord_server.operator import cli
 from edge_client.bundle import MANIFEST, Bundle

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from edge_bench import new as command
-from edge_bench import own_model, simulate_cli
+from edge_bench import own_model
 from edge_bench.new import new, package, project
-from edge_bench.simulation_file import read_simulation
+from edge_bench.simulation import cli as simulate_cli
+from edge_bench.simulation.file import read_simulation
 from processes import kept_port
 
 from edge_client import toml

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edge_bench.simulation_file import find_bundle
+from edge_bench.simulation.file import find_bundle
 from federation import OPERATOR, PATIENCE, Federation
 
 from edge_client.protocol import payload

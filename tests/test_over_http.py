@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from edge_bench import over_http
-from edge_bench.over_http import Outcome, differences
+from edge_bench.federation import over_http
+from edge_bench.federation.over_http import Outcome, differences
 from typer import Exit
 
 from edge_client.errors import ConfigError

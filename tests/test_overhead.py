@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from edge_bench import light_devices, round_overhead
+from edge_bench.overhead import light_devices, round_overhead
 
 from edge_client.errors import ConfigError
 
@@ -40,14 +40,14 @@ def test_devices_enrol_in_steps_and_those_that_poll_send_updates() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "codecs",
-        "dashboard",
-        "executorch_step",
-        "lattice_speed",
-        "light_devices",
-        "round_overhead",
-        "speed",
-        "step_time",
+        "overhead.dashboard",
+        "overhead.light_devices",
+        "overhead.round_overhead",
+        "timing.codecs",
+        "timing.executorch_step",
+        "timing.lattice_speed",
+        "timing.speed",
+        "timing.step_time",
     ],
 )
 def test_a_benchmark_that_could_not_write_its_figures_does_not_begin(name: str, tmp_path: Path) -> None:
@@ -55,13 +55,13 @@ def test_a_benchmark_that_could_not_write_its_figures_does_not_begin(name: str, 
     pytest.importorskip("edge_export")
     module = importlib.import_module(f"edge_bench.{name}")
     with pytest.raises(ConfigError, match="there is no folder"):
-        (module.bench if name == "codecs" else module.main)(json_file=tmp_path / "none" / "x.json")
+        (module.bench if name == "timing.codecs" else module.main)(json_file=tmp_path / "none" / "x.json")
 
 
 def test_lattice_is_measured_with_compiled_loops_and_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("numba")
-    from edge_bench import lattice_speed
+    from edge_bench.timing import lattice_speed
 
     monkeypatch.setattr(lattice_speed, "ROUNDS", 2)
     monkeypatch.setattr(lattice_speed, "DEVICES", 2)

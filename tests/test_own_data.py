@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import data_cli, own_data
-from edge_bench.data_table import DataConfig
-from edge_bench.datasets import divide, divided, load, read, write
-from edge_bench.own_data import DeviceFiles
-from edge_bench.simulation_file import find_bundle, open_simulation, read_config
-from edge_bench.sources import Samples
+from edge_bench.data import cli as data_cli
+from edge_bench.data import own as own_data
+from edge_bench.data.datasets import divide, divided, load, read, write
+from edge_bench.data.own import DeviceFiles
+from edge_bench.data.sources import Samples
+from edge_bench.data.table import DataConfig
+from edge_bench.simulation.file import find_bundle, open_simulation, read_config
 from PIL import Image
 
 from edge_client.authored import AuthorError

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import own_model, simulate_cli
-from edge_bench.own_data import DeviceFiles
+from edge_bench import own_model
+from edge_bench.data.own import DeviceFiles
+from edge_bench.data.sources import Samples
 from edge_bench.own_model import ExportConfig, command, open_module, settings, sources
-from edge_bench.simulation_file import find_bundle, read_config
-from edge_bench.sources import Samples
+from edge_bench.simulation import cli as simulate_cli
+from edge_bench.simulation.file import find_bundle, read_config
 from typer import Typer
 from typer.testing import CliRunner
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from edge_bench import partition
+from edge_bench.data import partition
 
 from edge_client.errors import ConfigError
 

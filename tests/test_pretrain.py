@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("sklearn")
-from edge_bench.repeat import summary
-from edge_bench.sources import find
+from edge_bench.data.sources import find
+from edge_bench.simulation.repeat import summary
 
 from edge_client.errors import DataError
 
@@ -38,7 +38,7 @@ def test_the_resnet_is_the_one_its_weights_are_for() -> None:
 
 @pytest.mark.parametrize("name", ["masks_mnist", "masks_mnist_all", "masks_cifar100"])
 def test_the_configurations_name_settings_that_exist(name: str) -> None:
-    from edge_bench.simulation_file import read_config
+    from edge_bench.simulation.file import read_config
 
     from edge_client import toml
     from edge_client.methods import make_method

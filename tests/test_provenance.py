@@ -18,7 +18,11 @@ BENCHMARKS = Path(provenance.__file__).parent
 @pytest.mark.parametrize(
     ("module", "argv", "command"),
     [
-        ("edge_bench.step_time", ["step_time.py", "--json", "x.json"], "python -m edge_bench.step_time --json x.json"),
+        (
+            "edge_bench.timing.step_time",
+            ["step_time.py", "--json", "x.json"],
+            "python -m edge_bench.timing.step_time --json x.json",
+        ),
         ("edge_bench.compaction.__main__", ["x.py", "--kept", "1"], "python -m edge_bench.compaction --kept 1"),
         (None, ["/venv/bin/maskfleet", "demo", "--json", "my file"], "maskfleet demo --json 'my file'"),
         (None, [r"maskfleet.exe", "demo"], "maskfleet demo"),
@@ -37,10 +41,13 @@ def test_the_command_is_that_of_the_process_and_can_be_given_again(
 
 def test_a_benchmark_ends_with_its_name_and_a_sentence_when_its_file_is_not_there() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "edge_bench.repeat", "missing.toml", "--out", "x.json"], capture_output=True, text=True
+        [sys.executable, "-m", "edge_bench.simulation.repeat", "missing.toml", "--out", "x.json"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.strip() == "python -m edge_bench.repeat: missing.toml cannot be read: No such file or directory"
+    why = "missing.toml cannot be read: No such file or directory"
+    assert done.stderr.strip() == f"python -m edge_bench.simulation.repeat: {why}"
 
 
 def test_every_benchmark_starts_its_main_in_the_one_way() -> None:

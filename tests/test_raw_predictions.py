@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edge_bench import data_cli
+from edge_bench.data import cli as data_cli
 from federation import PATIENCE, Federation, environment
 
 from edge_client.bundle import Bundle

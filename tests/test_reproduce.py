@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from edge_bench import reproduce as command
-from edge_bench import reproduction, results_page
-from edge_bench.reproduce import reproduce, summary
-from edge_bench.reproduction import cells, merged, parse
-from edge_bench.stored_runs import known
+from edge_bench.reproductions import reproduce as command
+from edge_bench.reproductions import reproduction, results_page
+from edge_bench.reproductions.reproduce import reproduce, summary
+from edge_bench.reproductions.reproduction import cells, merged, parse
+from edge_bench.reproductions.stored_runs import known
 
 from edge_client.errors import ConfigError
 from edge_client.exit_codes import ExitCode
@@ -210,7 +210,7 @@ def test_an_interrupted_run_goes_on_where_it_was_and_changed_settings_run_again(
 
 KILLED = """
 import os, pathlib, signal
-from edge_bench import reproduce, reproduction
+from edge_bench.reproductions import reproduce, reproduction
 from edge_client import files
 
 def half(path, chunks, mode, write=files._write):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from edge_bench import results_page
-from edge_bench.datasets import divide
-from edge_bench.reproduction import cells, names, read
+from edge_bench.data.datasets import divide
+from edge_bench.reproductions import results_page
+from edge_bench.reproductions.reproduction import cells, names, read
 
 from edge_client.errors import DataError
 from edge_client.methods import make_method
@@ -48,4 +48,4 @@ def test_the_data_of_a_full_reproduction_can_be_divided_over_its_devices(name: s
 
 
 def test_the_page_of_results_is_made_from_the_committed_files() -> None:
-    assert results_page.PAGE.read_text() == results_page.page(), "run: python -m edge_bench.results_page"
+    assert results_page.PAGE.read_text() == results_page.page(), "run: python -m edge_bench.reproductions.results_page"

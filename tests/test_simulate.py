@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from edge_bench import datasets, simulate_cli
 from edge_bench.bundles import UNSEEN
-from edge_bench.data_table import DataConfig
-from edge_bench.fleet import fleet
+from edge_bench.data import datasets
+from edge_bench.data.table import DataConfig
+from edge_bench.federation.fleet import fleet
 from edge_bench.report import by_kind, federation, simulated
-from edge_bench.simulate import RoundRow, Simulated, run, run_all
-from edge_bench.simulation_file import SimulationConfig, find_bundle, read_config, refuse_seen
+from edge_bench.simulation import cli as simulate_cli
+from edge_bench.simulation.file import SimulationConfig, find_bundle, read_config, refuse_seen
+from edge_bench.simulation.simulate import RoundRow, Simulated, run, run_all
 from edge_kernels import counter
 
 from edge_client.bundle import MANIFEST, Bundle, digest
@@ -440,7 +441,7 @@ def test_devices_have_secrets_of_their_own_that_follow_from_the_seed(
             seen[task.assignment.device] = task.secret
             return super().local_round(task, kept, received)
 
-    monkeypatch.setattr("edge_bench.simulation_file.make_method", lambda table: Spy(epochs=1))
+    monkeypatch.setattr("edge_bench.simulation.file.make_method", lambda table: Spy(epochs=1))
     run_all(config(methods={"standalone": {}}, cohort=4, final_epochs=False), bundle, devices)
     assert seen == {d: counter.key(5, "secret", d) for d in devices}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edge_bench import reproduction, results_page, targets
+from edge_bench.reproductions import reproduction, results_page, targets
 
 from edge_client.errors import ConfigError
 

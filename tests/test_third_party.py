@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import datasets
-from edge_bench.data_table import DataConfig
-from edge_bench.simulate import Simulated, run
+from edge_bench.data import datasets
+from edge_bench.data.table import DataConfig
+from edge_bench.simulation.simulate import Simulated, run
 from edge_kernels import codecs
 from edge_kernels.codecs import values
 from numpy_mlp import mlp

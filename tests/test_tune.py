@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench import datasets, toml_text
+from edge_bench import toml_text
+from edge_bench.data import datasets
 from edge_bench.own_model import ExportConfig
-from edge_bench.simulate import RoundRow
-from edge_bench.simulation_file import open_simulation
-from edge_bench.tune import Plan, Trial, best, federation_toml, open_plan, read_size, search, tune
+from edge_bench.simulation.file import open_simulation
+from edge_bench.simulation.simulate import RoundRow
+from edge_bench.simulation.tune import Plan, Trial, best, federation_toml, open_plan, read_size, search, tune
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -195,7 +196,8 @@ def test_a_trial_behind_the_others_is_given_up_and_an_equal_one_is_not(
     monkeypatch.setattr(kind, "search", {"lr": (0.05,)})
     same = search("fedavg", plan(file, 6), storage(tmp_path / "t"))
     assert {t.state for t in same} == {"ended"}
-    monkeypatch.setattr("edge_bench.tune.suggested", lambda trial, _: {"lr": 0.05 if trial.number < 5 else 1e-6})
+    rates = "edge_bench.simulation.tune.suggested"
+    monkeypatch.setattr(rates, lambda trial, _: {"lr": 0.05 if trial.number < 5 else 1e-6})
     worse = search("fedavg", plan(file, 7), storage(tmp_path / "u"))
     assert [t.state for t in worse] == ["ended"] * 5 + ["given up"] * 2
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
-from edge_bench import datasets, workers
-from edge_bench.data_table import DataConfig
-from edge_bench.simulate import Mishaps, Simulated, run
-from edge_bench.simulation_file import find_bundle
-from edge_bench.workers import Site, Turn, Workers
+from edge_bench.data import datasets
+from edge_bench.data.table import DataConfig
+from edge_bench.simulation import workers
+from edge_bench.simulation.file import find_bundle
+from edge_bench.simulation.simulate import Mishaps, Simulated, run
+from edge_bench.simulation.workers import Site, Turn, Workers
 from federation import until
 from processes import ended
 
@@ -127,7 +128,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(bundle: Bundle, de
 PARENT = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from edge_bench.workers import Site, _begin
+from edge_bench.simulation.workers import Site, _begin
 
 site = Site(None, None, {}, lambda: None)
 with ProcessPoolExecutor(2, multiprocessing.get_context("fork"), _begin, (site,)) as pool:

@@ -104,6 +104,6 @@ def recipe() -> str:
     here = Path(__file__).parent
     exporter = find_spec("edge_export")
     places = [] if exporter is None else [Path(p) for p in exporter.submodule_search_locations or ()]
-    files = [here / "pretrain.py", here / "sources.py", *sorted((here / "models").glob("*.py"))]
+    files = [here / "pretrain.py", here / "data" / "sources.py", *sorted((here / "models").glob("*.py"))]
     files += [file for place in places for file in sorted(place.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

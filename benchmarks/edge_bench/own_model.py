@@ -19,8 +19,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from edge_bench.bundles import into_cache, recipe
-from edge_bench.own_data import DeviceFiles
-from edge_bench.sources import Samples
+from edge_bench.data.own import DeviceFiles
+from edge_bench.data.sources import Samples
 from edge_client.bundle import MANIFEST, Between, Bundle, ClassNames, Normalisation
 from edge_client.errors import ConfigError, DataError, ModelError
 from edge_client.measure.machine import installed

@@ -27,11 +27,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edge_bench import models, sources
+from edge_bench import models
 from edge_bench.command_line import run_module
-from edge_bench.data_table import DataConfig
-from edge_bench.datasets import undivided
-from edge_bench.sources import CHARACTERS, WINDOW
+from edge_bench.data import sources
+from edge_bench.data.datasets import undivided
+from edge_bench.data.sources import CHARACTERS, WINDOW
+from edge_bench.data.table import DataConfig
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, DataError
 from edge_client.targets import Classification, Sequence, Target

@@ -19,8 +19,8 @@ from coord_server import guard
 from coord_server.aggregation import sum_kinds
 from edge_bench.command_line import plain_table
 from edge_bench.curves import amount, curve, mean, moved, shown
-from edge_bench.fleet import Ended
-from edge_bench.simulate import Simulated
+from edge_bench.federation.fleet import Ended
+from edge_bench.simulation.simulate import Simulated
 from edge_client.bundle import Model
 from edge_client.methods import MORE_EPOCHS, Method, below
 from edge_client.protocol.messages import Round, Scores, Traffic

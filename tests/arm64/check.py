@@ -26,13 +26,14 @@ from xml.etree import ElementTree
 import numpy as np
 import onnxruntime as ort
 import typer
-from edge_bench import datasets, provenance
+from edge_bench import provenance
 from edge_bench.command_line import write_json
-from edge_bench.demo import BUNDLES, settings
-from edge_bench.fleet import Ended, Fleet, fleet
-from edge_bench.over_http import differences, over_http
-from edge_bench.processes import ProcessError
-from edge_bench.simulation_file import find_bundle
+from edge_bench.data import datasets
+from edge_bench.federation.demo import BUNDLES, settings
+from edge_bench.federation.fleet import Ended, Fleet, fleet
+from edge_bench.federation.over_http import differences, over_http
+from edge_bench.federation.processes import ProcessError
+from edge_bench.simulation.file import find_bundle
 from edge_kernels import counter
 from numpy.typing import NDArray
 

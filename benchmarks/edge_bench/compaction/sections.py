@@ -38,10 +38,10 @@ def trained(folder: Path) -> list[str]:
         "## Trained models",
         "",
         *_paragraph(
-            "`python -m edge_bench.trained_models` trains every method for a few rounds on real data and compacts each "
-            f"device's personal model: {len(_of(rows, 'method'))} methods and variants on {len(_of(rows, 'task'))} "
-            f"tasks, {len(done)} of {len(rows)} runs ended. Of {counts['samples']:,} test samples "
-            f"{counts['differing'] or 'none'} got another class from the compact model, "
+            "`python -m edge_bench.timing.trained_models` trains every method for a few rounds on real data and "
+            f"compacts each device's personal model: {len(_of(rows, 'method'))} methods and variants on "
+            f"{len(_of(rows, 'task'))} tasks, {len(done)} of {len(rows)} runs ended. Of {counts['samples']:,} test "
+            f"samples {counts['differing'] or 'none'} got another class from the compact model, "
             f"{counts['differing_aligned'] or 'none'} from one of other widths. The largest difference of two outputs "
             f"was {max(r['error_std'] for r in done):.1e} standard deviations. The task `cifar10` has 20 samples of a "
             "class on a device, so models that all devices share hardly learn it."

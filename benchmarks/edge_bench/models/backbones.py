@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from edge_bench.data.sources import CIFAR_DEVIATION, CIFAR_MEAN
 from edge_bench.models.residual import CHANNELS, EXPANSIONS
-from edge_bench.sources import CIFAR_DEVIATION, CIFAR_MEAN
 
 
 def _colours(x: Tensor, order: Sequence[int], scale: float, shift: Sequence[float]) -> Tensor:

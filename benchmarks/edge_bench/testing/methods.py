@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from coord_server import aggregation
-from edge_bench import datasets
-from edge_bench.data_table import DataConfig
-from edge_bench.simulate import Mishaps, Simulated, Simulation, run
-from edge_bench.simulation_file import find_bundle
+from edge_bench.data import datasets
+from edge_bench.data.table import DataConfig
+from edge_bench.simulation.file import find_bundle
+from edge_bench.simulation.simulate import Mishaps, Simulated, Simulation, run
+from edge_bench.simulation.workers import Site, Trained, Workers
 from edge_bench.testing.require import require
-from edge_bench.workers import Site, Trained, Workers
 from edge_client.bundle import MANIFEST, Bundle, digest
 from edge_client.data import DeviceData
 from edge_client.errors import PayloadError

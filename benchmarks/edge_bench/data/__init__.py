@@ -1,0 +1,1 @@
+"""Data sets, those of a user too, and their division over devices."""

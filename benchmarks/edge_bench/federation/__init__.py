@@ -1,0 +1,1 @@
+"""Real processes on loopback: the demo, and a federation beside its simulation."""

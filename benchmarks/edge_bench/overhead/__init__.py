@@ -1,0 +1,1 @@
+"""What a coordinator costs: per round, per device, per page."""

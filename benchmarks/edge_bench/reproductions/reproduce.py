@@ -1,0 +1,358 @@
+"""The command `maskfleet reproduce`: runs a reproduction's cells, each once, and merges them into one result.
+
+A cell (task, method, seed) is written to its own file when it ends, under a digest of its settings; a second start
+runs only what is missing or has other settings now. `result.json` has every cell, means over the seeds, and where the
+figures come from; cells are read from it too, so another seed or method costs only itself. `table.md` and the PNGs are
+made from it (`results_page`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import fmean, pstdev, stdev
+from typing import Annotated, Any
+
+import typer
+from rich.console import JustifyMethod
+from rich.table import Table
+
+from edge_bench import provenance, report
+from edge_bench.command_line import known_names, plain_console, plain_table, write_text
+from edge_bench.curves import mean, shown
+from edge_bench.data import datasets
+from edge_bench.progress import PAUSE, Steps
+from edge_bench.reproductions import reproduction, results_page, small
+from edge_bench.reproductions.reproduction import Cell, Reproduction, key, method_of, stands
+from edge_bench.reproductions.results_page import RESULTS
+from edge_bench.reproductions.stored_runs import CELLS, RESULT, Run, known, stored
+from edge_bench.simulation.file import find_bundle
+from edge_bench.simulation.simulate import RoundRow, run_all
+from edge_client.bundle import Bundle
+from edge_client.data import DeviceData
+from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.exit_codes import ExitCode
+
+LATE = 10
+"""Rounds at the end whose cohorts make the late score: with small test parts one round's score moves by points."""
+
+AVERAGED = (
+    "score_start", "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",
+    "bits_per_parameter_down", "bytes_per_device", "bytes_of_all_devices", "kept_share", "seconds",
+)  # fmt: skip
+
+
+def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], steps: Steps, compact: bool = False) -> Run:
+    """Run one cell; with `compact` also measure a pruned model of its first device. Raises MaskfleetError."""
+
+    def said(label: str, row: RoundRow) -> None:
+        r = row.record
+        score = f"loss {shown(r.loss, '.3f')}  score {shown(mean(r.score_before), '.3f')}"
+        steps.step(f"{cell.name:28s} round {r.round:3d}/{cell.config.rounds}  {score}")
+
+    result = run_all(cell.config, bundle, devices, said, models=compact)[cell.label]
+    record = report.simulated(result, bundle.model())
+    rounds = record.pop("rounds")
+    slim = {
+        **record,
+        "revision": result.method.revision,
+        "task": cell.task,
+        "label": cell.label,
+        "seed": cell.config.seed,
+        "bytes_of_all_devices": record["bytes_per_device"] * record["devices"],
+        "best_score": record.get("best_round", {}).get("score_after"),
+        "rounds": {
+            "loss": [r["loss"] for r in rounds],
+            "score_before": [r["score_before"] and r["score_before"]["mean"] for r in rounds],
+            "score_after": [r["score_after"] and r["score_after"]["mean"] for r in rounds],
+            "bits_per_parameter_up": [r["bits_per_parameter_up"] for r in rounds],
+            "bits_per_parameter_down": [r["bits_per_parameter_down"] for r in rounds],
+        },
+        "seconds": result.seconds,
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
+    }
+    if compact and result.kept_share < 1:
+        first = min(result.personal)
+        slim["small"] = small.figures(bundle, result.personal[first], devices[first])
+    short: Run = _rounded(slim)
+    return short
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with six significant digits, all the way down: files stay small and readable."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {k: _rounded(v) for k, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list) else value
+
+
+# --- files
+
+
+def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
+    """Of the cells `missing` by digest, those that another reproduction has run; they get files in `folder`."""
+    others = [RESULTS / name for name in reproduction.names() if missing and RESULTS / name != folder]
+    runs = ((sha, run) for other in others for sha, run in _whole(other).items() if sha in missing)
+    found = {sha: run for sha, run in runs if stands(run, method_of(missing[sha]))}
+    for sha, run in found.items():
+        run |= {"task": missing[sha].task, "label": missing[sha].label}
+        write_text(folder / CELLS / f"{sha}.json", json.dumps(run) + "\n")
+    return found
+
+
+def _whole(folder: Path) -> dict[str, Run]:
+    """The `known` cells of another reproduction; none where its result is damaged, which its own command says."""
+    try:
+        return known(folder)
+    except ConfigError:
+        return {}
+
+
+def one_line_each(content: Mapping[str, Any]) -> str:
+    """JSON with one line for each run."""
+    lines = []
+    for name, value in content.items():
+        if name in ("runs", "tried_runs"):
+            rows = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            lines.append(f" {json.dumps(name)}: {{\n{rows}\n }}" if rows else f" {json.dumps(name)}: {{}}")
+        else:
+            lines.append(f" {json.dumps(name)}: " + json.dumps(value, indent=1).replace("\n", "\n "))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def summary(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
+    """By task and method, mean and standard deviation over the seeds."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(f"{run['task']}/{run['label']}", []).append(run)
+    out = {}
+    for name, mine in groups.items():
+        row: dict[str, Any] = {"task": mine[0]["task"], "label": mine[0]["label"], "seeds": [r["seed"] for r in mine]}
+        late = [[v for v in r["rounds"]["score_before"][-LATE:] if v is not None] for r in mine]
+        figures = {f: [r[f] for r in mine if r.get(f) is not None] for f in AVERAGED}
+        figures["late_score"] = [fmean(values) for values in late if values]
+        counted = [r["bytes_as_the_paper_counts"] for r in mine if r.get("bytes_as_the_paper_counts")]
+        figures |= {f"paper_bytes_{side}": [c[side] for c in counted] for side in ("up", "down")}
+        for figure in {name: None for r in mine for name in r.get("small", {})}:
+            figures[figure] = [r["small"][figure] for r in mine if "small" in r]
+        for figure, values in figures.items():
+            if values:
+                deviation = stdev(values) if len(values) > 1 else pstdev(values)
+                row[figure] = _rounded({"mean": fmean(values), "std": deviation})
+        out[name] = row
+    return out
+
+
+def merge(name: str, r: Reproduction, command: str, runs: dict[str, Run], tried: dict[str, Run], full: bool) -> Run:
+    """The content of `result.json`."""
+    settings = r.model_dump(mode="json", exclude={"full", "tried", "paper", "notes"})
+    return {
+        "name": name,
+        "title": r.title,
+        "reference": r.reference,
+        "full": full,
+        "command": command,
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
+        "settings": settings,
+        "paper": {t: {m: p.model_dump() for m, p in figures.items()} for t, figures in r.paper.items()},
+        "summary": summary(runs.values()),
+        "tried": [*(t.model_dump() for t in r.tried), *(_attempt(run) for run in tried.values())],
+        "runs": runs,
+        "tried_runs": tried,
+    }
+
+
+def _attempt(run: Run) -> dict[str, Any]:
+    return {
+        k: run.get(k) for k in ("task", "label", "seed", "settings", "score_mean", "best_score", "bytes_per_device")
+    }
+
+
+# --- the command
+
+
+def prepare(wanted: Iterable[Cell], name: str) -> dict[str, tuple[Cell, str]]:
+    """Every cell and its key, by the cell's name. Raises ConfigError when a method is not there."""
+    keyed = {}
+    for cell in wanted:
+        try:
+            method_of(cell)
+        except MaskfleetError as error:
+            raise ConfigError(f"reproduction {name!r} cannot run {cell.name}: {error}") from None
+        keyed[cell.name] = cell, key(cell)
+    return keyed
+
+
+def listing() -> Table:
+    """One line for each reproduction."""
+    table = plain_table()
+    for head in ("name", "what", "minutes a seed", "results"):
+        justify: JustifyMethod = "right" if head == "minutes a seed" else "left"
+        table.add_column(head, justify=justify, overflow="fold", no_wrap=head == "name")
+    for name in reproduction.names():
+        r = reproduction.read(name)
+        table.add_row(name, r.title, str(r.minutes), _state(RESULTS / name))
+    return table
+
+
+def _state(folder: Path) -> str:
+    """In a few words, which results a folder has."""
+    try:
+        found = stored(folder)
+    except ConfigError:
+        return "result.json is damaged"
+    if found is None or not found["runs"]:
+        return "none yet"
+    return f"committed, seeds {sorted({run['seed'] for run in found['runs'].values()})}"
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="Which one; see --list.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List all reproductions.")] = False,
+    full: Annotated[bool, typer.Option(help="At the paper's scale, for a bigger machine.")] = False,
+    only: Annotated[str | None, typer.Option(help="Only these methods, by label, comma-separated.")] = None,
+    tasks: Annotated[str | None, typer.Option("--task", help="Only these tasks, comma-separated.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, from 0. [default: the file's]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write. [default: benchmarks/results/NAME]")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one a core]")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="METHOD.SETTING=VALUE, with --validation only.")
+    ] = None,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Score on the validation part, to choose settings.")
+    ] = False,
+) -> None:
+    """Repeat a table or figure of a paper; finished parts are not run again."""
+    console = plain_console()
+    if show or name is None:
+        console.print(listing())
+        return
+    r = reproduction.read(name, full)
+    if changes and not validation:
+        raise ConfigError("--set changes what a reproduction is; use it with --validation, then write the file")
+    labels = known_names(only, "--only", r.methods, f"{name} has no method")
+    there = known_names(tasks, "--task", r.tasks, f"{name} has no task")
+    folder = out or (RESULTS if RESULTS.is_dir() else Path("results")) / (f"{name}-full" if full else name)
+    chosen = tuple(range(seeds)) if seeds else r.seeds
+    used = reproduction.changed(r, changes or ())
+    cells = reproduction.cells(used, chosen, labels, "validation" if validation else "test")
+    wanted = [cell for cell in cells if cell.task in there]
+    _refuse_another(folder, name, full)
+    done = known(folder, lambda said: report.warn(console, [said]))
+    keyed = prepare(wanted, name)
+    owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], method_of(cell))}
+    if out is None:
+        done |= (others := taken_over(folder, owed))
+        owed = {sha: cell for sha, cell in owed.items() if sha not in others}
+    console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
+    try:
+        with Steps(console, sum(cell.config.rounds for cell in owed.values()), PAUSE) as steps:
+            ran, failures = run_cells(owed, folder / CELLS, processes, validation, r.small, steps)
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on: cells that ended are kept, the one under way begins anew")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    done |= ran
+    finish(name, r, folder, done, full)
+    if validation:
+        for cell, sha in keyed.values():
+            if sha in done:
+                console.print(f"{cell.name}: {shown(done[sha]['score_mean'], '.4f')} on the validation part")
+    else:
+        if not owed and out is None:
+            console.print("all figures are stored ones; --out FOLDER runs the cells on this machine")
+        console.print((folder / "table.md").read_text("utf-8"))
+    if failures:
+        raise ConfigError("; ".join(f"{cell}: {why}" for cell, why in failures.items()))
+
+
+def _refuse_another(folder: Path, name: str, full: bool) -> None:
+    """Raise ConfigError when the folder's result is another reproduction's, whose runs would be lost."""
+    there = stored(folder)
+    if there is not None and (there.get("name", name), there.get("full", full)) != (name, full):
+        scale = "full" if there.get("full") else "reduced"
+        raise ConfigError(f"{folder} holds the {scale} result of {there['name']!r}; choose another --out")
+
+
+def run_cells(
+    cells: Mapping[str, Cell], folder: Path, processes: int | None, validation: bool, compact: bool, steps: Steps
+) -> tuple[dict[str, Run], dict[str, str]]:
+    """Run cells, by digest, and write each to its file when it ends: the runs by digest, why cells failed by name.
+
+    Data and bundles stay open while the cells that follow want the same.
+    """
+    ran, failures, bundles = dict[str, Run](), dict[str, str](), dict[str, Bundle]()
+    data: tuple[Any, dict[str, DeviceData]] = (None, {})
+    for sha, cell in cells.items():
+        config = cell.config.model_copy(update={"processes": processes})
+        try:
+            bundle = bundles.get(config.bundle) or find_bundle(config.bundle)
+            bundles[config.bundle] = bundle
+            if data[0] != (cell.task, config.seed):
+                devices = datasets.load(config.data, config.seed, bundle.manifest)
+                data = (cell.task, config.seed), devices
+            run = run_cell(Cell(cell.task, cell.label, config), bundle, data[1], steps, compact)
+        except MaskfleetError as error:
+            failures[cell.name] = str(error)
+            steps.say(f"{cell.name} failed: {error}")
+            continue
+        run |= {"cell": sha, "validation": validation}
+        if validation:
+            run = {k: v for k, v in run.items() if k not in ("rounds", "curve")}
+        write_text(folder / f"{sha}.json", json.dumps(run) + "\n")
+        ran[sha] = run
+        steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
+        for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}, model=bundle.model()):
+            steps.say(warning)
+    return ran, failures
+
+
+def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], full: bool) -> None:
+    """Write the result of every finished cell of the present file, also of those that this start did not run."""
+    seeds = tuple(sorted({run["seed"] for run in done.values() if not run["validation"]}))
+    found: dict[str, tuple[Cell, Run, bool]] = {}
+    for cell in reproduction.cells(r, seeds):
+        try:
+            run = done.get(key(cell))
+            if run is not None:  # the file may have renamed its method
+                found[cell.name] = cell, {**run, "label": cell.label}, stands(run, method_of(cell))
+        except MaskfleetError:  # the method of another cell is not there
+            continue
+    # Runs of an earlier method stay, marked, until the row has one of the present method: no mean has both.
+    anew = {(cell.task, cell.label) for cell, _, standing in found.values() if standing}
+    current = {n: run for n, (cell, run, standing) in found.items() if standing or (cell.task, cell.label) not in anew}
+    tried = {f"{run['task']}/{run['label']}/{run['cell']}": run for run in done.values() if run["validation"]}
+    command = f"maskfleet reproduce {name}" + (" --full" if full else "")
+    write(folder, merge(name, r, command, current, tried, full))
+
+
+def write(folder: Path, result: Run) -> None:
+    """Write a result, its table and its plots; an unchanged file is not written again.
+
+    While every run is the same, the commit and the machine stay those of the result that is there, whatever else the
+    reproduction's file says now.
+    """
+    before = stored(folder)
+    if before is not None and all(
+        _text(before.get(part, {})) == _text(result[part]) for part in ("runs", "tried_runs")
+    ):
+        result = {**result, "commit": before.get("commit"), "machine": before["machine"]}
+    text = one_line_each(result)
+    drawn = all((folder / f"{run['task']}.png").is_file() for run in result["runs"].values())
+    if not drawn or not _says(folder / RESULT, text):
+        results_page.draw(result, folder)
+    for path, content in ((folder / "table.md", results_page.tables(result)), (folder / RESULT, text)):
+        if not _says(path, content):
+            write_text(path, content)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _says(path: Path, text: str) -> bool:
+    """Whether a file is there with this text."""
+    return path.is_file() and path.read_bytes() == text.encode()

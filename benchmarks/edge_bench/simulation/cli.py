@@ -1,0 +1,161 @@
+"""The command `maskfleet simulate`: arguments in, progress and tables out."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from edge_bench import curves, provenance, report
+from edge_bench.command_line import check_plot, check_writable, plain_console, write_json
+from edge_bench.data import histogram
+from edge_bench.progress import Steps
+from edge_bench.simulation import result
+from edge_bench.simulation.file import SimulationConfig, open_simulation
+from edge_bench.simulation.simulate import InterruptedRun, RoundRow, run_all
+from edge_client.bundle import Bundle
+from edge_client.data import DeviceData
+from edge_client.errors import BundleError, ConfigError, MaskfleetError
+from edge_client.exit_codes import ExitCode
+from edge_client.targets import Classification, Sequence
+
+
+def _labels(
+    console: Console,
+    config: SimulationConfig,
+    bundle: Bundle,
+    devices: Mapping[str, DeviceData],
+    plot: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Print which labels each device holds, draw it and write it. Raises ConfigError for a target without classes."""
+    target = bundle.manifest.target
+    if not isinstance(target, Classification | Sequence):
+        raise ConfigError(f"--labels counts classes; the target of {bundle.manifest.name!r} is {target.kind}")
+    console.print(histogram.table(devices, target.classes))
+    if plot is not None:
+        histogram.draw(devices, target.classes, plot, f"{config.data.called}, split {config.data.split}")
+        console.print(f"wrote {plot}")
+    if json_file is not None:
+        held, settings = histogram.record(devices, target.classes), config.data.model_dump(mode="json")
+        write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
+
+
+@contextmanager
+def _terminable() -> Iterator[list[ExitCode]]:
+    """SIGTERM ends the block as Ctrl-C does. The last of what it yields is the exit code that is then due."""
+    code = [ExitCode.INTERRUPTED]
+
+    def stop(*_: object) -> None:
+        code.append(ExitCode.TERMINATED)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def simulate(
+    config: Annotated[
+        Path | None, typer.Argument(help="The simulation's TOML file (required); see benchmarks/configs.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every method's record and its rounds here.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Instead of the file's `rounds`.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the file's `seed`.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Only these of the file's methods, by label, comma-separated.")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="These methods, comma-separated, at their defaults where the file has no table for them."),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one a core]")] = None,
+    bundle: Annotated[
+        str | None, typer.Option(help="Instead of the file's `bundle`: a name, a folder or FILE.py:FUNCTION.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
+    labels: Annotated[
+        bool,
+        typer.Option(
+            "--labels", help="Only print which labels devices hold (--plot: draw, --json: write it), and end."
+        ),
+    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of --json's file, and end.")] = False,
+) -> None:
+    """Run federations on this machine, on the same engine and methods as the real thing, and compare them."""
+    if schema:
+        typer.echo(json.dumps(result.SimulationResult.model_json_schema(), indent=1))
+        return
+    if config is None:
+        raise ConfigError("simulate: name a TOML file, e.g. benchmarks/configs/har_fedmask.toml")
+    check_writable(json_file, source=config)
+    check_plot(plot, json_file)
+    if labels:  # nothing is trained, so the file needs no methods
+        only, method = None, report.ALONE
+    checked, opened, devices = open_simulation(
+        config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
+    )
+    console = plain_console()
+    train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
+    console.print(
+        f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.called} on {len(devices)} devices, "
+        f"{train} training and {test} {checked.data.evaluate} samples; "
+        f"rounds: {checked.rounds} of {min(checked.cohort, len(devices))} devices"
+    )
+    if checked.cohort > len(devices):
+        report.warn(
+            console, [f"cohort = {checked.cohort}, but there are {len(devices)} devices; set it to that or less"]
+        )
+    report.warn(console, histogram.untested(devices, checked.data.evaluate))
+    report.warn(console, histogram.off_scale(devices, opened.manifest.input))
+    if labels:
+        _labels(console, checked, opened, devices, plot, json_file)
+        return
+    failures: dict[str, MaskfleetError] = {}
+    with Steps(console, checked.rounds * len(checked.methods)) as steps:
+
+        def said(label: str, row: RoundRow) -> None:
+            everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
+            steps.step(
+                f"{label:12s} round {row.record.round:3d}/{checked.rounds}  {report.outcome(row.record)}{everyone}"
+            )
+
+        with _terminable() as code:
+            try:
+                warn = partial(report.warn, console)
+                results = run_all(checked, opened, devices, said, failures.__setitem__, models=False, warn=warn)
+            except KeyboardInterrupt:
+                console.print("stopped before any method ended; there is no result")
+                raise typer.Exit(code[-1]) from None
+    failed = "\n".join(f"{label}: {error}" for label, error in failures.items())
+    damaged = bool(failures) and all(isinstance(error, BundleError) for error in failures.values())
+    ended = BundleError(failed) if damaged else ConfigError(failed)  # a damaged bundle has an exit code of its own
+    if not results:
+        raise ended
+    model = opened.model()
+    records = {label: report.simulated(r, model) for label, r in results.items()}
+    title = f"{checked.data.called}: every device's own model from the final downlink"
+    console.print(report.table(records, title, console), report.by_kind(records), sep="\n\n")
+    report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}, test, model))
+    reasons = {label: str(error) for label, error in failures.items()}
+    if json_file is not None:
+        write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
+    if plot is not None:
+        curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
+        console.print(f"wrote {plot}")
+    if any(isinstance(error, InterruptedRun) for error in failures.values()):
+        console.print(failed)
+        raise typer.Exit(code[-1])
+    if failed:
+        raise ended

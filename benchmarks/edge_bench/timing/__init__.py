@@ -1,0 +1,1 @@
+"""Speed of steps, codecs, simulation and exported models."""

@@ -1,0 +1,97 @@
+"""Every operator that export supports: ``python -m edge_bench.timing.export_operators --json FILE`` (needs torch).
+
+Each case of `export_cases` and each model of `MODELS` is exported; the export itself runs both graphs against the
+module in float64 on batches of 16, 5 and 1. A row has the seconds of the process's CPU time and the largest errors of
+a gradient, of a loss or statistic, and of an output. An error is the largest difference over the tensor's largest
+entry. A row that failed has the sentence instead.
+
+The cases take about two minutes on one core, the models about four.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from edge_export.writer import Graphs, proved_graphs
+from torch import nn
+
+from edge_bench import models, provenance
+from edge_bench.command_line import run_module, write_json
+from edge_bench.timing.export_cases import CASES, Case, Sequences
+from edge_client.errors import ModelError
+from edge_client.graphs import check_file
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    # name: module, one sample, values of an integer input (0: floats)
+    "resnet20": (partial(models.Resnet, 20, 10), (3, 32, 32), 0),
+    "vit-tiny": (partial(models.VisionTransformer, depth=12), (3, 32, 32), 0),
+    "vgg9": (models.vgg9, (1, 32, 32), 0),
+    "mobilenetv2": (partial(models.MobileNetV2, 10), (3, 32, 32), 0),
+    "gru": (lambda: Sequences(nn.GRU(5, 64, 2, batch_first=True), 64), (40,), 11),
+    "lstm": (partial(models.NextCharacter, 80, 8, 256, layers=2), (80,), 80),
+    "resnet56": (partial(models.Resnet, 56, 10), (3, 32, 32), 0),
+}
+
+
+def certify(module: nn.Module, example: torch.Tensor) -> tuple[Graphs, float]:
+    """The proved graphs of `module` and the CPU seconds that they took. Raises ModelError."""
+    with torch.no_grad():
+        steps = module(example).ndim == 3  # a label for each step
+    start = time.process_time()
+    made = proved_graphs(module, example, {"kind": "sequence" if steps else "classification"})
+    return made, time.process_time() - start
+
+
+def row(module: nn.Module, example: torch.Tensor) -> dict[str, Any]:
+    """One row of the results."""
+    try:
+        made, seconds = certify(module, example)
+        with tempfile.TemporaryDirectory() as scratch:
+            for part in ("train", "evaluation"):
+                file = Path(scratch) / part
+                file.write_bytes(getattr(made, part).SerializeToString())
+                check_file(file, tuple(example.shape[1:]))
+    except (ModelError, ValueError) as error:
+        return {"refused": str(error)}
+    return {
+        "seconds": round(seconds, 2),
+        "gradient": float(f"{made.shown.gradient:.1e}"),
+        "statistic": float(f"{made.shown.statistic:.1e}"),
+        "output": float(f"{made.shown.output:.1e}"),
+        "train_nodes": len(made.train.graph.node),
+        "eval_nodes": len(made.evaluation.graph.node),
+    }
+
+
+def main(
+    json_file: Annotated[Path, typer.Option("--json", help="Write the figures here.")],
+    only: Annotated[str | None, typer.Option(help="Only these cases and models, separated by semicolons.")] = None,
+) -> None:
+    """Export everything, print a line each, write the JSON."""
+    torch.set_num_threads(1)
+    origin = provenance.origin()
+    chosen = None if only is None else set(only.split(";"))
+    found: dict[str, dict[str, Any]] = {"models": {}, "cases": {}}
+    rows: dict[str, list[tuple[str, Callable[[], nn.Module], torch.Tensor]]] = {"models": [], "cases": []}
+    for name, (make, sample, integers) in MODELS.items():
+        rows["models"].append((name, make, Case(make, sample, integers).example()))
+    for name, case in CASES.items():
+        rows["cases"].append((name, case.make, case.example()))
+    for kind, listed in rows.items():
+        for name, make, example in listed:
+            if chosen is None or name in chosen:
+                torch.manual_seed(0)
+                found[kind][name] = row(make(), example)
+                print(name, found[kind][name], flush=True)
+                write_json(json_file, {**origin, "threads": 1, "clock": "CPU time of the process", **found})
+
+
+if __name__ == "__main__":
+    run_module(main)
