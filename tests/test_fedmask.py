@@ -121,6 +121,14 @@ def test_with_a_local_head_the_layers_before_it_are_masked_and_pruned() -> None:
     assert [b.name for b in frozen.local.blocks] == ["2.w", "2.b"]
 
 
+def test_a_model_that_is_mostly_without_masks_is_named_before_round_1() -> None:
+    few = M.model_copy(update={"layers": M.layers[-1:]})
+    said = FedMask().caution(course(few))
+    assert said is not None
+    assert "only 12 of 74 parameters have masks" in said
+    assert FedMask().caution(course(M)) is None
+
+
 def test_layers_can_be_named() -> None:
     assert FedMask(prune_layers=("0",)).division(model(M)).kept == (6,)
     assert FedMask(prune_layers=9).division(model(M)).kept == FedMask(prune_layers=3).division(model(M)).kept

@@ -35,7 +35,7 @@ from edge_client.methods.fedmask.wire import STRUCTURE, Held, Kept, Received, Re
 from edge_client.methods.shared.averaging import Mean, distance, toward
 from edge_client.methods.shared.changes import ExactCodecName
 from edge_client.methods.shared.division import Division
-from edge_client.parts import Part, head, rest, weights
+from edge_client.parts import Part, frozen, head, rest, weights
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.gates import Gate, GroupLasso, SigmoidThreshold
@@ -195,6 +195,17 @@ class FedMask(Method):
     def stays(self, course: Course) -> str | None:
         head = self.chosen(course.model).head
         return 'the last layer stays on the devices (head = "local")' if head == "local" else None
+
+    def caution(self, course: Course) -> str | None:
+        """Say so where most of the model has no mask."""
+        m = course.model.manifest
+        masked = self.division(course.model).masked.size
+        if 2 * masked >= np.count_nonzero(~frozen(m)):
+            return super().caution(course)
+        return (
+            f"only {masked:,} of {m.d:,} parameters have masks: weights of linear, convolution and LSTM layers; other "
+            "weights stay as the bundle has them"
+        )
 
     def start(self, course: Course) -> State:
         share = self.first_mask(course).astype(np.float32)
