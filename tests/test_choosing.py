@@ -18,7 +18,6 @@ LABELS = {
     "Lattice": "lattice",
     "Lattice, `quantum = 10`": "lattice-10",
     "Lattice, `quantum = 15`": "lattice-thrifty",
-    "Lattice, `quantum = 10`, `coarser = 2`": "lattice-coarser",
     "STC, `keep = 0.04`": "stc-25",
     "STC, `keep = 0.01`": "stc-100",
     "STC, `keep = 0.0025`": "stc-400",
@@ -51,7 +50,7 @@ def test_the_measured_table_has_the_committed_figures(row: str) -> None:
     assert expected in PAGE.splitlines(), expected
 
 
-SHIPPED = {"FedAvg": "fedavg", "Lattice": "lattice", "Lattice, only `quantum = 15` set": "thrifty"}
+SHIPPED = {"FedAvg": "fedavg", "Lattice": "lattice", "Lattice, `quantum = 15`, `budget = 400`": "thrifty"}
 
 
 @pytest.mark.parametrize("row", SHIPPED)

@@ -170,9 +170,10 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid_module, "HISTORY", 3)
         patch.setattr(settings_module, "LEAST", 0.0)
-        method = Lattice(epochs=1, quantum=quantum, lr=0.1, coarser=coarser, budget=budget, average=average)
+        method = Lattice(epochs=1, quantum=quantum, lr=0.1, budget=budget, average=average)
         rounds = len(pattern) + (not done)
         fleet = Fleet(method, {d: samples(ord(d) % 3) for d in "abcd"}, rounds=rounds, m=m)
+        fleet.state = replace(fleet.state, coarser=coarser)
         after: list[NDArray[np.float64]] = []
         statistics: list[F32] = []
         levels, cells, seen = [MIDDLE], [fleet.state.cell], 0
@@ -432,14 +433,12 @@ def test_beyond_the_budget_moves_rise_where_devices_are_near_and_cells_become_co
     fleet.play(*"abc")
     total = Total(np.zeros(D), Mean(0), sizes=[1])
 
-    def levels(devices: int, level: int = 0, coarser: int = 0, setting: int = 0) -> tuple[int, int]:
+    def levels(devices: int, level: int = 0, coarser: int = 0) -> tuple[int, int]:
         now = {"fleet": devices, "level": MIDDLE + level, "coarser": coarser, "spent": 1e9}
-        method = fleet.method.model_copy(update={"coarser": setting})
-        after = method.levelled(fleet.course, 2, replace(fleet.state, **now), total)
+        after = fleet.method.levelled(fleet.course, 2, replace(fleet.state, **now), total)
         return after.level - MIDDLE, after.coarser
 
     assert [levels(devices) for devices in (3, 11, 12, 40)] == [(3, 0), (3, 0), (-1, 3), (-1, 3)]
-    assert levels(40, level=-2, coarser=2, setting=2) == (1, 2)  # with the setting `coarser` moves rise
     assert levels(40, level=-1, coarser=3) == levels(3, level=-1, coarser=3) == (-1, 3)  # coarse cells stay
 
 
@@ -649,7 +648,8 @@ def test_a_federation_whose_first_rounds_were_left_out_begins_with_the_next() ->
 
 @pytest.mark.parametrize("coarser", [0, 2])
 def test_what_the_server_does_not_apply_stays_in_the_residual(coarser: int) -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, coarser=coarser, server_momentum=0.0), THREE)
+    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, server_momentum=0.0), THREE)
+    fleet.state = replace(fleet.state, coarser=coarser)
     fleet.play(*"abc")
     cell = 2 ** (MIDDLE + coarser)
     assert fleet.state.cell == MIDDLE + coarser

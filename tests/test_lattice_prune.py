@@ -151,7 +151,8 @@ def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid_module, "HISTORY", history)
-        fleet = Fleet(pruning(coarser=coarser, prune_after=after), FOUR, m=M)
+        fleet = Fleet(pruning(prune_after=after), FOUR, m=M)
+        fleet.state = replace(fleet.state, coarser=coarser)
         for round_, devices in enumerate(pattern, 1):
             if losses.get(round_) in fleet.kept:
                 del fleet.kept[losses[round_]]

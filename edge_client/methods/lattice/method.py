@@ -125,7 +125,6 @@ class Lattice(Settings):
             recent=statistics[None][:0],
             residual=np.zeros(part.size, np.float32),
             velocity=np.zeros(part.size, np.float32),
-            coarser=self.coarser,
         )
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
@@ -267,7 +266,7 @@ class Lattice(Settings):
         late, like, grown = levels.lateness(state, n)
         up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
         state = replace(state, spent=state.spent + up + down)
-        free = round_ + self.window(course) < course.rounds and not state.bad and state.coarser == self.coarser
+        free = round_ + self.window(course) < course.rounds and not state.bad and not state.coarser
         if free and like and levels.settled(state, like):
             typical = down if like == late else self.change_bytes(course, round_, state, like)
             state = self.within_budget(course, round_, state, n, up + grown * typical)
@@ -281,7 +280,7 @@ class Lattice(Settings):
         need = (course.rounds - round_ + n) * each / max(each, left)
         if need <= 1:
             return state
-        cells = 0 if self.coarser else levels.coarsest(state, n, course.rounds)
+        cells = levels.coarsest(state, n, course.rounds)
         return levels.coarse(state, cells) if cells else levels.raised(state, need, self.top)
 
     def change_bytes(self, course: Course, round_: int, state: State, rounds: int) -> int:

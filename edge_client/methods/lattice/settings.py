@@ -33,8 +33,8 @@ class Settings(LocalSgd):
     """How fine the grid is, how devices train, what is pruned."""
 
     quantum: Annotated[float, Field(ge=QUANTUM, le=10_000)] = 2.5
-    """Step / cohort in units of the first round's rms. A larger one costs fewer bits; 15 is thrifty. A run of fewer
-    than five rounds has quantum * (rounds / 5)^2, at least 0.25."""
+    """Step / cohort in units of the first round's rms. A larger one costs fewer bits; 15, with `budget = 400`, is
+    thrifty. A run of fewer than five rounds has quantum * (rounds / 5)^2, at least 0.25."""
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
     budget: Annotated[float, Field(ge=1)] = 110.0
@@ -46,8 +46,6 @@ class Settings(LocalSgd):
     """The most that the server's momentum may be, by which N moves further where rounds agree; 0: none."""
     guard: bool = True
     """Halve the steps after two rounds in which the model was worse than the bundle's."""
-    coarser: Annotated[int, Field(ge=0, le=4)] = 0
-    """Levels by which cells are coarser than moves from the start: fewer bytes down. The server keeps the rest."""
     prune: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the units of linear layers that stay; of convolutions its square root stays. None: nothing is pruned."""
     prune_after: Annotated[int, Field(ge=1)] = 4
