@@ -29,10 +29,6 @@ HEADER = "header"  # the kind under which a payload's bytes outside its arrays a
 T = TypeVar("T")
 
 
-class MethodError(Exception):
-    """The code of a method failed on the server's own values: a fault of the method, which may be another package's."""
-
-
 @dataclass(frozen=True)
 class Encoded:
     """A downlink as it travels, and its bytes by kind."""
@@ -118,16 +114,8 @@ def sum_kinds(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def downlink(method: Method, course: Course, round_: int, state: Any, record: Any) -> Encoded:
-    """The payload of one audience in `round_` (``rounds + 1`` after the last); `record` is that of any member.
-
-    Raises MethodError when the method fails.
-    """
-    try:
-        content = method.downlink(course, round_, state, record)
-    except Exception as error:
-        raise MethodError(
-            f"method {method.name} fails to write the downlink of round {round_} ({type(error).__name__}: {error})"
-        ) from error
+    """The payload of one audience in `round_` (``rounds + 1`` after the last); `record` is that of any member."""
+    content = method.downlink(course, round_, state, record)
     data = payload.encode(content)
     return Encoded(data, sizes(data, content))
 

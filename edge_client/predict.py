@@ -70,9 +70,12 @@ def predict_file(model: Path, data: Path) -> Predictions:
     outputs = _outputs(session, x, card, model)
     score = _score(card, outputs, arrays["y"], data) if "y" in arrays else None
     tested = None
-    if {"x_test", "y_test"} <= arrays.keys() and len(arrays["x_test"]):
-        test = _samples(arrays["x_test"], card, data)
-        tested = len(test), _score(card, _outputs(session, test, card, model), arrays["y_test"], data)
+    if {"x_test", "y_test"} <= arrays.keys() and arrays["x_test"].size:
+        try:
+            test = _samples(arrays["x_test"], card, data, "x_test")
+            tested = len(test), _score(card, _outputs(session, test, card, model), arrays["y_test"], data, "_test")
+        except DataError as error:
+            doubted += (f"{error}; the test samples have no score",)
     if not isinstance(card.target, (Classification, Steps)):
         return Predictions(card, outputs, None, None, score, doubted, tested)
     shifted = np.exp(outputs.astype(np.float64) - outputs.max(axis=-1, keepdims=True))
@@ -93,21 +96,24 @@ def _outputs(session: ort.InferenceSession, x: NDArray[Any], card: Card, model: 
     return outputs
 
 
-def _score(card: Card, outputs: F32, y: NDArray[Any], data: Path) -> float:
-    """The target's score. Raises DataError."""
-    labels = card.target.check(y, str(data))
+def _score(card: Card, outputs: F32, y: NDArray[Any], data: Path, part: str = "") -> float:
+    """The target's score of the samples `x` + `part`. Raises DataError."""
+    labels = card.target.check(y, f"{data} (y{part})")
     if len(labels) != len(outputs):
-        raise DataError(f"{data}: {len(outputs)} samples but {len(labels)} labels; give one label a sample, or none")
+        raise DataError(
+            f"{data}: {len(outputs)} samples in x{part} but {len(labels)} labels in y{part}; give one label a sample, "
+            f"or leave y{part} out"
+        )
     return card.target.score(outputs, labels)
 
 
-def _samples(x: NDArray[Any], card: Card, data: Path) -> NDArray[Any]:
+def _samples(x: NDArray[Any], card: Card, data: Path, array: str = "x") -> NDArray[Any]:
     """The samples as the model takes them. Raises DataError."""
     takes = card.input
     if x.shape[1:] != takes.shape or not x.ndim or not len(x):
         raise DataError(
-            f"{data}: x has shape {x.shape}, the model takes [n, {', '.join(map(str, takes.shape))}] with n of 1 at "
-            "least; give samples as the device's own data has them"
+            f"{data}: {array} has shape {x.shape}, the model takes [n, {', '.join(map(str, takes.shape))}] with n of 1 "
+            "at least; give samples as the device's own data has them"
         )
     return numbers(takes, x, str(data))
 

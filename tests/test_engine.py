@@ -168,6 +168,16 @@ def test_after_the_last_round_the_federation_is_finished_and_late_devices_change
     assert run(c, here("z"), state=state) == (state, [])
 
 
+def test_a_repeated_round_asks_fresh_devices_first_then_asked_ones_and_failed_ones_last() -> None:
+    c = config(cohort=1, max_attempts=9)
+    drawn = []
+    for present in ("abc", "ab", "a"):
+        event = here(present)
+        state = State(asked={"a": 0, "b": 1}, failed={"a": Failure(kind="backend", reason="x")})
+        drawn.append(engine._draw(c, state, event, 2, 1))
+    assert drawn == [("c",), ("b",), ("a",)]
+
+
 def test_at_the_deadline_a_round_closes_with_enough_updates() -> None:
     c = config()
     state = opened(c)

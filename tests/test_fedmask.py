@@ -122,11 +122,17 @@ def test_with_a_local_head_the_layers_before_it_are_masked_and_pruned() -> None:
 
 
 def test_a_model_that_is_mostly_without_masks_is_named_before_round_1() -> None:
-    few = M.model_copy(update={"layers": M.layers[-1:]})
-    said = FedMask().caution(course(few))
-    assert said is not None
-    assert "only 12 of 74 parameters have masks" in said
-    assert FedMask().caution(course(M)) is None
+    few, half = (M.model_copy(update={"layers": M.layers[-n:]}) for n in (1, 2))
+    for biases, others in (
+        ("local", "on the device, which trains them"),
+        ("frozen", "as the bundle has them"),
+    ):
+        said = FedMask(biases=biases).caution(course(few))
+        assert said is not None
+        assert "only 12 of 74 trainable parameters have masks" in said
+        assert said.endswith(f"the others stay {others}")
+    assert FedMask().caution(course(half)) is not None  # 32 of 74
+    assert FedMask().caution(course(M)) is None  # 62 of 74
 
 
 def test_layers_can_be_named() -> None:

@@ -313,10 +313,10 @@ def test_a_codec_carries_the_change_up_and_the_model_down(up: str, down: str) ->
 @pytest.mark.parametrize("down", ["float16", "qsgd", "eden", "drive+"])
 def test_values_that_the_codec_of_the_downlink_cannot_write_never_enter_the_model(down: str) -> None:
     method = FedAvg(down=down, server_momentum=0.9)
-    state, most = method.start(course(M)), 0.99 * method.largest
-    for round_ in range(1, 4):
-        most = -most  # the server's momentum overshoots
-        update = Payload({"change": np.full(M.d, most, np.float32) - state.parameters, "buffers": state.buffers},
+    state = method.start(course(M))
+    for round_, share in enumerate((0.5, 0.99, 0.99), 1):  # the server's momentum goes on beyond the devices' model
+        moved = np.full(M.d, share * method.largest, np.float32)
+        update = Payload({"change": moved - state.parameters, "buffers": state.buffers},
                          {"samples": 3})  # fmt: skip
         state = server_round(method, state, {"a": update}, round_=round_)
         assert method.downlink(course(M), round_ + 1, state, None).arrays

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,9 +104,18 @@ def test_test_samples_in_the_file_have_a_score_of_their_own(tmp_path: Path, caps
     assert {"test_samples": 2, "test_score": 0.5}.items() <= json.loads(capsys.readouterr().out).items()
     predict(path, data(tmp_path / "none.npz", x=X, y=np.array([1, 0, 0]), x_test=X[:0], y_test=np.array([], np.int64)))
     assert "test samples" not in capsys.readouterr().out
-    short = data(tmp_path / "short.npz", x=X, **{**test, "y_test": np.array([0])})
-    with pytest.raises(DataError, match="2 samples but 1 labels"):
-        predict_file(path, short)
+    for i, (wrong, said) in enumerate([
+        ({"y_test": np.array([0])}, "2 samples in x_test but 1 labels in y_test"),
+        ({"y_test": np.array([0, 7])}, "y_test"),
+        ({"x_test": np.float32(3)}, r"x_test has shape \(\)"),
+        ({"x_test": X[:2, :1]}, r"x_test has shape \(2, 1\)"),
+    ]):  # fmt: skip
+        found = predict_file(path, data(tmp_path / f"wrong{i}.npz", x=X, **{**test, **wrong}))
+        assert found.tested is None
+        assert len(found.outputs) == len(X)
+        assert re.search(f"{said}.*the test samples have no score", found.doubts[-1])
+    alone = data(tmp_path / "alone.npz", x=X, x_test=X[:2])
+    assert predict_file(path, alone).tested is None
 
 
 def test_raw_samples_are_normalised_once(tmp_path: Path) -> None:
@@ -181,7 +191,7 @@ def test_what_does_not_fit_is_a_sentence(tmp_path: Path) -> None:
         ({"x": np.full((1, 2), np.nan)}, "sample 0 holds NaN"),
         ({"x": X.astype("U1")}, "give numbers"),
         ({"x": X, "y": np.array([0, 1, 2])}, "outside 0..1"),
-        ({"x": X, "y": np.array([0, 1])}, "3 samples but 2 labels"),
+        ({"x": X, "y": np.array([0, 1])}, "3 samples in x but 2 labels in y"),
     ):
         with pytest.raises(DataError, match=words):
             predict_file(path, data(tmp_path / "bad.npz", **arrays))

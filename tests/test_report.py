@@ -115,7 +115,7 @@ def test_where_one_more_round_on_the_device_would_reach_the_base_the_first_hint_
     }
     records["fedavg"]["score_mean_after_local_epochs"] = after
     (said,) = report.warnings(records, methods)
-    first = "validation = 0.1 under [data], for a model of each device's own (after one more round: 0.950), then "
+    first = report.PERSONAL.format(0.95) + ", then "
     assert f"helps: {first if hinted else ''}lr (here 0.01)" in said
 
 

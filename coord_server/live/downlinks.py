@@ -11,6 +11,7 @@ from typing import Any
 
 from coord_server import aggregation
 from coord_server.live.method_state import MethodState, StaleError, Values
+from coord_server.live.status import MethodError
 from coord_server.store.blobs import FolderBlobs
 from edge_client.bundle import digest
 
@@ -77,7 +78,12 @@ class Downlinks:
         return found
 
     def _encode(self, values: Values, round_: int, record: Any, fits: int) -> Downlink:
-        encoded = aggregation.downlink(self._values.method, values.course, round_, values.state, record)
+        method = self._values.method
+        try:
+            encoded = aggregation.downlink(method, values.course, round_, values.state, record)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise MethodError(f"method {method.name} fails to write the downlink of round {round_} ({why})") from error
         shelf, size = self._values.shelf("downlinks", round_), len(encoded.data)
         if size <= fits:
             return Downlink(round_, shelf, digest(encoded.data), size, encoded.sizes, encoded.data)

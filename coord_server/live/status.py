@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from coord_server import engine
-from coord_server.aggregation import MethodError
 from coord_server.state import Stage
 from edge_client.errors import StateError
 from edge_client.protocol.messages import WAITS_SHOWN, Failure, Federation, FederationConfig
+
+
+class MethodError(Exception):
+    """The code of a method failed on the server's own values: a fault of the method, which may be another package's."""
 
 
 def summary(config: FederationConfig, state: engine.State, devices: int, now: float, fault: str | None) -> Federation:

@@ -1,6 +1,6 @@
 """Data sets divided over devices, by the table `[data]` of a simulation.
 
-`data_table` has the keys, `sources` and `own_data` read, `partition` decides which device gets what, `scaling` brings
+`table` has the keys, `sources` and `own` read, `partition` decides which device gets what, `scaling` brings
 samples into the model's form, and this module joins them. docs/data.md describes each data set and every key.
 """
 

@@ -1,7 +1,7 @@
 """Reading published data sets: samples, labels, who made each sample, and the publisher's own test part.
 
 Nothing is downloaded: the files must be at the given path, in the folder $MASKFLEET_DATA, or in `shared/data` beside
-the checkout. `own_data` reads a user's own, `partition` divides either over devices.
+the checkout. `own` reads a user's own, `partition` divides either over devices.
 """
 
 from __future__ import annotations

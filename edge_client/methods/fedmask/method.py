@@ -197,15 +197,18 @@ class FedMask(Method):
         return 'the last layer stays on the devices (head = "local")' if head == "local" else None
 
     def caution(self, course: Course) -> str | None:
-        """Say so where most of the model has no mask."""
+        """A warning when fewer than half of the trainable parameters have masks."""
         m = course.model.manifest
         masked = self.division(course.model).masked.size
-        if 2 * masked >= np.count_nonzero(~frozen(m)):
-            return super().caution(course)
-        return (
-            f"only {masked:,} of {m.d:,} parameters have masks: weights of linear, convolution and LSTM layers; other "
-            "weights stay as the bundle has them"
+        trainable, others = int(np.count_nonzero(~frozen(m))), super().caution(course)
+        if 2 * masked >= trainable:
+            return others
+        rest_ = "stay on the device, which trains them" if self.biases == "local" else "stay as the bundle has them"
+        few = (
+            f"only {masked:,} of {trainable:,} trainable parameters have masks: weights of linear, convolution and "
+            f"LSTM layers; the others {rest_}"
         )
+        return f"{few}; {others}" if others else few
 
     def start(self, course: Course) -> State:
         share = self.first_mask(course).astype(np.float32)

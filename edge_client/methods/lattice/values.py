@@ -53,7 +53,7 @@ class State:
     spent: float = 0.0
     """Estimated bytes of a device in all rounds."""
     bad: int = 0
-    """Bad rounds in a row (`lattice.BAD_ROUNDS`)."""
+    """Bad rounds in a row (`method.BAD_ROUNDS`)."""
     fleet: int = 0
     """The number of devices (`Method.sized`)."""
     units: Packed | None = None
