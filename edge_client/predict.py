@@ -72,7 +72,7 @@ def predict_file(model: Path, data: Path) -> Predictions:
     tested = None
     if {"x_test", "y_test"} <= arrays.keys() and arrays["x_test"].size:
         try:
-            test = _samples(arrays["x_test"], card, data, "x_test")
+            test = _samples(arrays["x_test"], card, data, "_test")
             tested = len(test), _score(card, _outputs(session, test, card, model), arrays["y_test"], data, "_test")
         except DataError as error:
             doubted += (f"{error}; the test samples have no score",)
@@ -97,7 +97,7 @@ def _outputs(session: ort.InferenceSession, x: NDArray[Any], card: Card, model: 
 
 
 def _score(card: Card, outputs: F32, y: NDArray[Any], data: Path, part: str = "") -> float:
-    """The target's score of the samples `x` + `part`. Raises DataError."""
+    """The target's score of the outputs for `x` + `part`. Raises DataError."""
     labels = card.target.check(y, f"{data} (y{part})")
     if len(labels) != len(outputs):
         raise DataError(
@@ -107,12 +107,12 @@ def _score(card: Card, outputs: F32, y: NDArray[Any], data: Path, part: str = ""
     return card.target.score(outputs, labels)
 
 
-def _samples(x: NDArray[Any], card: Card, data: Path, array: str = "x") -> NDArray[Any]:
-    """The samples as the model takes them. Raises DataError."""
+def _samples(x: NDArray[Any], card: Card, data: Path, part: str = "") -> NDArray[Any]:
+    """The samples of the array `x` + `part` as the model takes them. Raises DataError."""
     takes = card.input
     if x.shape[1:] != takes.shape or not x.ndim or not len(x):
         raise DataError(
-            f"{data}: {array} has shape {x.shape}, the model takes [n, {', '.join(map(str, takes.shape))}] with n of 1 "
+            f"{data}: x{part} has shape {x.shape}, the model takes [n, {', '.join(map(str, takes.shape))}] with n of 1 "
             "at least; give samples as the device's own data has them"
         )
     return numbers(takes, x, str(data))

@@ -20,12 +20,13 @@ def results(**rows: dict[str, Any]) -> dict[str, Any]:
     return {"r": {"summary": {f"t/{label}": found for label, found in rows.items()}}}
 
 
-def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    (tmp_path / "goals.toml").write_text(f'[[goal]]\nwhat = "It"\nrow = "r/t/mine"\n{text}\n')
-    monkeypatch.setattr(goals, "FILE", tmp_path / "goals.toml")
+def entry(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "goals.toml"
+    path.write_text(f'[[goal]]\nwhat = "It"\nrow = "r/t/mine"\n{text}\n')
+    return path
 
 
-@pytest.mark.parametrize("goal", goals.read(), ids=lambda t: t.what)
+@pytest.mark.parametrize("goal", goals.read(results_page.GOALS), ids=lambda t: t.what)
 def test_every_goal_names_a_row_of_a_reproduction_and_has_a_bound(goal: goals.Goal) -> None:
     name, task, label = goal.row.split("/")
     r = reproduction.read(name)
@@ -36,7 +37,7 @@ def test_every_goal_names_a_row_of_a_reproduction_and_has_a_bound(goal: goals.Go
 
 
 def test_every_committed_row_of_a_goal_was_run() -> None:
-    assert "not run" not in goals.table(results_page.results())
+    assert "not run" not in goals.table(goals.read(results_page.GOALS), results_page.results())
 
 
 @pytest.mark.parametrize(
@@ -62,14 +63,14 @@ def test_every_committed_row_of_a_goal_was_run() -> None:
     ],
 )  # fmt: skip
 def test_a_bound_is_met_to_the_digit_that_is_printed(
-    bounds: str, mine: dict[str, Any], due: str, found: str, met: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bounds: str, mine: dict[str, Any], due: str, found: str, met: bool, tmp_path: Path
 ) -> None:
-    entry(tmp_path, monkeypatch, bounds)
-    line = goals.table(results(mine=mine, fedavg=row(0.9, 1e9))).splitlines()[2]
+    found_goals = goals.read(entry(tmp_path, bounds))
+    line = goals.table(found_goals, results(mine=mine, fedavg=row(0.9, 1e9))).splitlines()[2]
     assert line == f"| It | `r/t/mine` | {due} | {found} | {'yes' if met else '**no**'} |"
 
 
-def test_a_wrong_entry_is_refused_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry(tmp_path, monkeypatch, "lowest = 1.0")
+def test_a_wrong_entry_is_refused_with_its_setting(tmp_path: Path) -> None:
+    path = entry(tmp_path, "lowest = 1.0")
     with pytest.raises(ConfigError, match="lowest"):
-        goals.read(goals.FILE)
+        goals.read(path)

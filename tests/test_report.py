@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from edge_bench import report
+from lattice_fleet import NORMED
 from numpy_mlp import mlp, model
 from rich.console import Console
 
@@ -117,6 +119,18 @@ def test_where_one_more_round_on_the_device_would_reach_the_base_the_first_hint_
     (said,) = report.warnings(records, methods)
     first = report.PERSONAL.format(0.95) + ", then "
     assert f"helps: {first if hinted else ''}lr (here 0.01)" in said
+
+
+def test_the_rate_of_a_hint_is_the_one_that_the_model_s_devices_train_at() -> None:
+    methods = {name: make_method({"name": name}) for name in ("fedavg", "standalone")}
+    records = {
+        name: {"score_mean": score, "score_start": 0.1} for name, score in (("fedavg", 0.6), ("standalone", 0.9))
+    }
+    whole = model(NORMED)
+    for seed, rate in ((1, "0.01"), (None, "0.003")):  # trained weights with batch-norm statistics have a lower one
+        own = replace(whole, manifest=whole.manifest.model_copy(update={"seed": seed}))
+        (said,) = report.warnings(records, methods, model=own)
+        assert f"lr (here {rate})" in said
 
 
 @pytest.mark.parametrize(

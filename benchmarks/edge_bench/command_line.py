@@ -1,4 +1,4 @@
-"""What the commands of this package share: option values, result files, errors, a console and a table."""
+"""What the commands of this package share: option values, result files, errors, a console."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from edge_bench import provenance
 from edge_client.errors import ConfigError, MaskfleetError, suggestion
@@ -110,16 +108,3 @@ def plain_console(least: int = 80) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, least)
     return console
-
-
-def plain_table(title: str | None = None, gap: int = 1) -> Table:
-    """A table without a frame; `gap` spaces between columns."""
-    return Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, gap, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-    )

@@ -17,12 +17,13 @@ from rich.table import Table
 
 from coord_server import guard
 from coord_server.aggregation import sum_kinds
-from edge_bench.command_line import plain_table
 from edge_bench.curves import amount, curve, mean, moved, shown
 from edge_bench.federation.fleet import Ended
 from edge_bench.simulation.simulate import Simulated
+from edge_client.bench.tables import plain_table, unfolded
 from edge_client.bundle import Model
 from edge_client.methods import MORE_EPOCHS, Method, below
+from edge_client.methods.shared.local_sgd import LocalSgd
 from edge_client.protocol.messages import Round, Scores, Traffic
 
 Record = dict[str, Any]
@@ -150,6 +151,13 @@ def _advice(hints: Sequence[str], own: int | None, other: str, epochs: int | Non
     return [*hints[:at], f"epochs = {epochs}, as {other} has (here {own})", *hints[at + found :]]
 
 
+def _rate(method: Method, model: Model | None) -> float | None:
+    """The method's learning rate, also where the settings leave it to the method; None where that has none to name."""
+    if isinstance(method, LocalSgd):
+        return method.lr or (method.usual_lr if model is None else method.learning_rate(model))
+    return getattr(method, "lr", None)
+
+
 def warnings(
     records: Mapping[str, Record], methods: Mapping[str, Method], tested: int = FEW, model: Model | None = None
 ) -> list[str]:
@@ -171,8 +179,8 @@ def warnings(
             bases["training alone"] = records[alone]["score_mean"]
             own, epochs = (getattr(methods[which], "epochs", None) for which in (label, alone))
             hints = _advice(hints, own, alone, epochs)
-        rate = getattr(methods[label], "lr", None) or getattr(methods[label], "usual_lr", None)
-        hints = [f"lr (here {rate:g})" if hint == "lr" and rate else hint for hint in hints]
+        if rate := _rate(methods[label], model):
+            hints = [f"lr (here {rate:g})" if hint == "lr" else hint for hint in hints]
         if limited := guard.said(r.get("guarded", 0)):
             found.append(f"{label}: {limited}")
         if r.get("kept_share") == 1 and (unpruned := methods[label].unpruned()):
@@ -216,16 +224,7 @@ def table(records: Mapping[str, Record], title: str, console: Console) -> Table:
 
     Nothing is folded or cut off: a label has to be found again in the other tables and in the TOML file.
     """
-    out = _rows(plain_table(title), records)
-    if _width(out, console) > console.width:
-        out = _rows(plain_table(title, gap=0), records)
-    out.width = _width(out, console)
-    return out
-
-
-def _width(table: Table, console: Console) -> int:
-    """The columns that a table takes when nothing of it is folded."""
-    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    return unfolded(lambda gap: _rows(plain_table(title, gap), records), console)
 
 
 def _rows(out: Table, records: Mapping[str, Record]) -> Table:

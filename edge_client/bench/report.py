@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from edge_client.bench.tables import plain_table, unfolded
 
 BAR = 28  # characters of the longest bar
 TIMES = ("variant", "engine", "thr", "p50 ms", "±", "p90", "p99", "CV", "CPU ms", "faster")
@@ -120,19 +122,13 @@ def what(report: Mapping[str, Any]) -> str:
     return f"{report['model']}, {'one sample' if shape[:1] == [1] else 'a run'} of {shape}"
 
 
-def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
-    """A table as wide as its cells, with narrow gaps where the console has fewer columns; nothing is folded or cut."""
-    for gap in (1, 0):
-        made = Table(
-            title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, gap, 0, 0), pad_edge=False
-        )
-        for i, head in enumerate(heads):
-            made.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
-        for row in rows:
-            made.add_row(*map(escape, row))
-        made.width = console.measure(made, options=console.options.update(max_width=10_000)).maximum
-        if made.width <= console.width:
-            break
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], gap: int) -> Table:
+    """These columns, the first one on the left; nothing is folded."""
+    made = plain_table(title, gap)
+    for i, head in enumerate(heads):
+        made.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*map(escape, row))
     return made
 
 
@@ -145,7 +141,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
         shown = [i for i, head in enumerate(heads) if one or head != "engine"]  # it is in the title
         rows = [[found[i] for i in shown] for found in (cells(report, row) for row in report["rows"])]
-        console.print(table(title, [heads[i] for i in shown], rows, console), crop=False)
+        make = partial(table, title, [heads[i] for i in shown], rows)
+        console.print(unfolded(make, console), crop=False)
         title = ""
     for line in [*bars(report), *training_lines(report), *notes(report)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

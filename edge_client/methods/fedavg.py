@@ -33,7 +33,6 @@ from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Influence, ValueCodecName
 from edge_client.methods.shared.averaging import (
-    LARGEST,
     Total,
     Update,
     Weights,
@@ -83,7 +82,7 @@ class State(Weights):
 
 @dataclass(frozen=True)
 class Kept:
-    """What codecs lost so far, float32[d], added to the next change."""
+    """What the codec `up` lost so far, float32[d], added to the next change."""
 
     residual: F32
 
@@ -123,7 +122,7 @@ class FedAvg(Coded):
     @property
     def largest(self) -> float:
         """The largest magnitude of a global parameter that the downlink can carry."""
-        return LARGEST if self.down == PLAIN else values.codec(self.down).most
+        return values.codec(self.down).most
 
     # --- server half
 
@@ -153,13 +152,13 @@ class FedAvg(Coded):
     def update_limit(self, model: Model) -> int:
         """Four bytes a parameter and a statistic; the slack of a codec."""
         m = model.manifest
-        return 4 * m.buffers_d + self.uplink.limit(m.d, len(m.parameters) if self.per_tensor else 1)
+        return 4 * m.buffers_d + self.uplink.limit(m.d, len(self.uplink.ends(m)) or 1)
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
         """The device's model. Raises PayloadError, also for values that the codec of the downlink could not write."""
         m = a.model.manifest
         parameters = self.uplink.read(a, "parameters", payload, state.parameters, frozen(m), "buffers")
-        if float(np.abs(parameters).max(initial=0.0)) > self.largest:
+        if self.down != PLAIN and float(np.abs(parameters).max(initial=0.0)) > self.largest:
             raise PayloadError(f"a parameter of {a.device!r} is beyond {self.down}'s range; lower the learning rate")
         return Update(parameters, vector(payload, "buffers", m.buffers_d), count(payload, "samples", MAX_SAMPLES))
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from rich.console import Group
 from rich.table import Table
 
-from edge_bench.command_line import plain_table
 from edge_bench.curves import amount, shown
 from edge_bench.report import ALONE, Record
+from edge_client.bench.tables import plain_table
 from edge_client.methods import Method
 
 REFERENCE = "fedavg"

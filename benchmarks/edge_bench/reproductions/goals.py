@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from edge_client import toml
 from edge_client.errors import ConfigError, first_fault
 
-FILE = Path(__file__).parents[3] / "benchmarks" / "results" / "goals.toml"
 HEAD = ("what", "row", "due", "is", "met")
 
 
@@ -34,17 +33,17 @@ class Goal(BaseModel):
     """How many times fewer bytes than `of` travel at least; 1: any fewer."""
 
 
-def read(path: Path | None = None) -> tuple[Goal, ...]:
-    """The entries of the file. Raises ConfigError."""
+def read(path: Path) -> tuple[Goal, ...]:
+    """The entries of a file. Raises ConfigError."""
     try:
-        return tuple(Goal(**table) for table in toml.read(path or FILE)["goal"])
+        return tuple(Goal(**table) for table in toml.read(path)["goal"])
     except ValidationError as error:
-        raise ConfigError(f"{path or FILE}: {first_fault(error)}") from None
+        raise ConfigError(f"{path}: {first_fault(error)}") from None
 
 
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A markdown table of every goal; what its rows lack is "not run"."""
-    lines = [HEAD, ("---",) * len(HEAD), *(_line(goal, results) for goal in read())]
+def table(goals: Iterable[Goal], results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A markdown table of the goals; what their rows lack is "not run"."""
+    lines = [HEAD, ("---",) * len(HEAD), *(_line(goal, results) for goal in goals)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 

@@ -19,7 +19,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import provenance, report
-from edge_bench.command_line import known_names, plain_console, plain_table, write_text
+from edge_bench.command_line import known_names, plain_console, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.data import datasets
 from edge_bench.progress import PAUSE, Steps
@@ -29,6 +29,7 @@ from edge_bench.reproductions.results_page import RESULTS
 from edge_bench.reproductions.stored_runs import CELLS, RESULT, Run, known, stored
 from edge_bench.simulation.file import find_bundle
 from edge_bench.simulation.simulate import RoundRow, run_all
+from edge_client.bench.tables import plain_table
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError

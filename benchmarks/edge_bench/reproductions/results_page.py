@@ -22,6 +22,7 @@ from edge_client.methods import make_method
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 """The committed results of a checkout; an installed package has none."""
+GOALS = RESULTS / "goals.toml"
 PAGE = ROOT / "docs" / "results.md"
 
 HEAD = """# Results
@@ -231,7 +232,7 @@ def page(folder: Path = RESULTS) -> str:
     """The text of `docs/results.md`."""
     found = results(folder)
     missing = [name for name in reproduction.names() if name not in found]
-    parts = [HEAD + goals.table(found)]
+    parts = [HEAD + goals.table(goals.read(GOALS), found)]
     for variant, result in found.items():
         parts.append(section(variant, result, reproduction.read(variant.removesuffix("-full"), result["full"])))
     if missing:

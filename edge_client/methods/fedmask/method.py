@@ -203,10 +203,10 @@ class FedMask(Method):
         trainable, others = int(np.count_nonzero(~frozen(m))), super().caution(course)
         if 2 * masked >= trainable:
             return others
-        rest_ = "stay on the device, which trains them" if self.biases == "local" else "stay as the bundle has them"
+        outside = "stay on the device, which trains them" if self.biases == "local" else "stay as the bundle has them"
         few = (
             f"only {masked:,} of {trainable:,} trainable parameters have masks: weights of linear, convolution and "
-            f"LSTM layers; the others {rest_}"
+            f"LSTM layers; the others {outside}"
         )
         return f"{few}; {others}" if others else few
 

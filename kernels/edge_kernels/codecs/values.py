@@ -205,7 +205,12 @@ def _sparse(text: str, name: str, write: Callable[..., bytes], read: Callable[..
 VALUES: Mapping[str, ValueCodec] = {
     name: replace(codec, name=name)
     for name, codec in {
-        "float32": ValueCodec("", partial(_encode_float, dtype="<f4"), partial(_decode_float, dtype="<f4")),
+        "float32": ValueCodec(
+            "",
+            partial(_encode_float, dtype="<f4"),
+            partial(_decode_float, dtype="<f4"),
+            most=float(np.finfo(np.float32).max),
+        ),
         "float16": ValueCodec(
             "", partial(_encode_float, dtype="<f2"), partial(_decode_float, dtype="<f2"), most=65504.0
         ),
