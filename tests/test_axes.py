@@ -9,7 +9,8 @@ from small_graphs import GRAPHS
 
 from edge_client.axes import axes_of
 from edge_client.compaction import maps
-from edge_client.compaction.net import Net, prepare
+from edge_client.compaction.net import Net
+from edge_client.compaction.preparation import prepare
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Study
 

@@ -14,7 +14,8 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.fedavg import FedAvg, Update
 from edge_client.methods.federated_pruning import FederatedPruning, Holds, Kept, State
-from edge_client.methods.shared.units import Units, counts, live, whole
+from edge_client.methods.shared.shrinking import counts, live
+from edge_client.methods.shared.units import Units, whole
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment
 

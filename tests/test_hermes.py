@@ -18,7 +18,8 @@ from edge_client.bundle import F32, Init, Tensor, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
-from edge_client.methods.shared.units import Units, counts, live, shrunk, strongest, whole
+from edge_client.methods.shared.shrinking import counts, live, shrunk, strongest
+from edge_client.methods.shared.units import Units, whole
 from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Task

@@ -19,7 +19,8 @@ from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import make_method
 from edge_client.methods.hidenseek import HideNseek
 from edge_client.methods.shared import signs
-from edge_client.methods.shared.units import UNITS, chosen, network, unpacked
+from edge_client.methods.shared.network import network
+from edge_client.methods.shared.units import UNITS, chosen, unpacked
 from edge_client.narrow import narrow
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment

@@ -31,7 +31,7 @@ from edge_client.methods.lattice.train import Plan, train
 from edge_client.methods.lattice.values import Record, Total
 from edge_client.methods.lattice.wire import UpHead, up_head
 from edge_client.methods.shared.averaging import Mean
-from edge_client.methods.shared.units import network
+from edge_client.methods.shared.network import network
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
 

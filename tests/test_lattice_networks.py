@@ -14,7 +14,8 @@ from edge_bench.simulation.simulate import Simulated, run_all
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError
 from edge_client.methods.lattice.prune import choose
-from edge_client.methods.shared.units import counts, unpacked
+from edge_client.methods.shared.shrinking import counts
+from edge_client.methods.shared.units import unpacked
 from edge_client.targets import Classification
 
 torch = pytest.importorskip("torch")

@@ -19,13 +19,14 @@ from edge_client.errors import ConfigError, DivergedError, LostError, PayloadErr
 from edge_client.methods import make_method
 from edge_client.methods.lattice import grid as grid_module
 from edge_client.methods.lattice import method as method_module
+from edge_client.methods.lattice.coordinates import live, on_grid
 from edge_client.methods.lattice.delivery import CHANGE
 from edge_client.methods.lattice.grid import MIDDLE
 from edge_client.methods.lattice.method import MOVES, Lattice, Received
-from edge_client.methods.lattice.network import live, on_grid
 from edge_client.methods.lattice.prune import choose, score, share
 from edge_client.methods.lattice.train import LOWEST_RATE
-from edge_client.methods.shared.units import network, unpacked
+from edge_client.methods.shared.network import network
+from edge_client.methods.shared.units import unpacked
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Batch, Course, Personal, Task
 from edge_client.training import Gradient

@@ -24,7 +24,8 @@ from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.compaction.tuning import clock
 from edge_client.errors import ConfigError, DataError, MaskfleetError
 from edge_client.measure import engines
-from edge_client.methods.shared.units import counts, strongest, whole
+from edge_client.methods.shared.shrinking import counts, strongest
+from edge_client.methods.shared.units import whole
 from edge_client.task import Personal
 
 

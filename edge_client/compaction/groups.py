@@ -12,7 +12,8 @@ from onnx import ModelProto, numpy_helper
 
 from edge_client.compaction.chains import straighten
 from edge_client.compaction.labels import Labelled
-from edge_client.compaction.net import Shape, prepare
+from edge_client.compaction.net import Shape
+from edge_client.compaction.preparation import prepare
 
 
 @dataclass(frozen=True)

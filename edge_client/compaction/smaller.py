@@ -15,9 +15,10 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from edge_client.compaction.chains import straighten
-from edge_client.compaction.net import Net, build, prepare
+from edge_client.compaction.net import Net, build
 from edge_client.compaction.operators import Array
 from edge_client.compaction.pieces import Ragged
+from edge_client.compaction.preparation import prepare
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Study, study
 from edge_client.compaction.writer import FEWEST, Costs, Writer

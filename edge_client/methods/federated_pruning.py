@@ -28,18 +28,8 @@ from edge_client.bundle import F32, Model, Packed
 from edge_client.errors import LostError
 from edge_client.methods import Influence
 from edge_client.methods.shared.averaging import Total, Update, Weights, added, influence, limited
-from edge_client.methods.shared.units import (
-    UNITS,
-    Units,
-    carried,
-    counts,
-    held,
-    live,
-    read_units,
-    strongest,
-    unpacked,
-    whole,
-)
+from edge_client.methods.shared.shrinking import counts, live, strongest
+from edge_client.methods.shared.units import UNITS, Units, carried, held, read_units, unpacked, whole
 from edge_client.methods.shared.value_changes import Coded
 from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES

@@ -32,19 +32,8 @@ from edge_client.bundle import F32, Model, Packed, views
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import ALL, Influence
 from edge_client.methods.shared.averaging import distance, toward
-from edge_client.methods.shared.units import (
-    UNITS,
-    Units,
-    carried,
-    counts,
-    held,
-    live,
-    read_units,
-    shrunk,
-    strongest,
-    unpacked,
-    whole,
-)
+from edge_client.methods.shared.shrinking import counts, live, shrunk, strongest
+from edge_client.methods.shared.units import UNITS, Units, carried, held, read_units, unpacked, whole
 from edge_client.methods.shared.value_changes import Coded
 from edge_client.parts import frozen
 from edge_client.protocol.payload import Payload, allow_only, vector

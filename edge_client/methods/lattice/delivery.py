@@ -15,12 +15,13 @@ from edge_kernels.lattice_model import Known
 from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods.lattice import batch_norm, grid
+from edge_client.methods.lattice.coordinates import closeness, on_grid, weights
 from edge_client.methods.lattice.grid import HIGHEST, MIDDLE, Counts, sizes, spans
-from edge_client.methods.lattice.network import closeness, on_grid, weights
 from edge_client.methods.lattice.settings import Settings
 from edge_client.methods.lattice.values import Kept, Received, Record, State, cut
 from edge_client.methods.lattice.wire import DownHead, down_head, read_counts, stale
-from edge_client.methods.shared.units import UNITS, Network, network
+from edge_client.methods.shared.network import Network, network
+from edge_client.methods.shared.units import UNITS
 from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, u8, vector
 from edge_client.task import Assignment, Course
 

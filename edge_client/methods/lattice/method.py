@@ -23,7 +23,7 @@ step for each tensor, the federation's cohort K.
 - **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one.
 - **Mean.** After the last round N and the statistics are sent as their means over the last rounds (`delivery`).
 - **Pruning.** `current` gives the state at the start of a round: after `prune_after` rounds that of the smaller network
-  (`prune`). Every vector of a state, payload or update then is the smaller network's (`units.Network`).
+  (`prune`). Every vector of a state, payload or update then is the smaller network's (`network.Network`).
 
 The rms, gains and bytes of a cohort enter by their median, so that no single device sets them. The mean samples are
 those of all reports so far.
@@ -47,6 +47,7 @@ from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.lattice import batch_norm, delivery, grid, levels
+from edge_client.methods.lattice.coordinates import on_grid
 from edge_client.methods.lattice.delivery import CHANGE, STEPS
 from edge_client.methods.lattice.grid import (
     HIGHEST,
@@ -64,14 +65,14 @@ from edge_client.methods.lattice.grid import (
     steps,
     trainable,
 )
-from edge_client.methods.lattice.network import on_grid
 from edge_client.methods.lattice.prune import check, pruned
 from edge_client.methods.lattice.settings import Settings
 from edge_client.methods.lattice.train import train
 from edge_client.methods.lattice.values import Kept, Received, Record, State, Total, Update
 from edge_client.methods.lattice.wire import MOST_MOVE, UpHead, read_moves
 from edge_client.methods.shared.averaging import Mean, accelerated
-from edge_client.methods.shared.units import UNITS, Network, network
+from edge_client.methods.shared.network import Network, network
+from edge_client.methods.shared.units import UNITS
 from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, count, u8, vector

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Manifest, Packed, views
 from edge_client.errors import ConfigError
-from edge_client.methods.lattice.network import cut_history, live, weights
+from edge_client.methods.lattice.coordinates import cut_history, live, weights
 from edge_client.methods.lattice.values import State
-from edge_client.methods.shared.units import Units, network, whole
+from edge_client.methods.shared.network import network
+from edge_client.methods.shared.units import Units, whole
 from edge_client.task import Course
 
 

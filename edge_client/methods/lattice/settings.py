@@ -17,7 +17,7 @@ from edge_client.methods.lattice.grid import MIDDLE, trainable
 from edge_client.methods.lattice.train import Plan
 from edge_client.methods.shared.averaging import window
 from edge_client.methods.shared.local_sgd import LocalSgd
-from edge_client.methods.shared.units import Network
+from edge_client.methods.shared.network import Network
 from edge_client.task import Course
 
 PERSONAL_RATE = 1 / 3  # of the rounds' rate

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Packed
+from edge_client.methods.lattice.coordinates import live, whole_size
 from edge_client.methods.lattice.grid import HIGHEST, MIDDLE, Counts, History
-from edge_client.methods.lattice.network import live, whole_size
 from edge_client.methods.shared.averaging import Mean
-from edge_client.methods.shared.units import Network
+from edge_client.methods.shared.network import Network
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Both sides have the weights of all layers but the last, the *masked* ones, from the bundle. Their magnitudes are fixed;
 a weight is its magnitude times a sign, and before round 1 the sign is the weight's own. The last layer, the *head*, is
 float32 and stays on the device, like batch-norm statistics. A method may prune the network before round 1: then all
-vectors here are the smaller network's (`units.Network`), and its units travel once.
+vectors here are the smaller network's (`network.Network`), and its units travel once.
 
 - Down, ``down = "sign"``: the devices' majority, each counted by its samples; a tie is +1. It travels as its changes to
   the weights' own signs. ``down = "count"``: how many of the last round's devices voted +1, each counted once, coded
@@ -34,7 +34,8 @@ from edge_client.methods import ALL, Influence, Method, Range, Search
 from edge_client.methods.shared import changes
 from edge_client.methods.shared.averaging import Mean
 from edge_client.methods.shared.changes import ExactCodecName
-from edge_client.methods.shared.units import UNITS, Units, network
+from edge_client.methods.shared.network import network
+from edge_client.methods.shared.units import UNITS, Units
 from edge_client.parts import Part, head, rest, weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, decoding, u8

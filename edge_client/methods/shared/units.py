@@ -1,30 +1,25 @@
 """Structures of units: which channels of the manifest's groups a device has, as bits, channels and parameters.
 
 The bits of a structure are those of all groups in the manifest's order, 1 for a unit that stays. Every group keeps at
-least one. Layers whose channels form no group, such as the last one, stay whole. `edge_client.narrow` makes the
-network; `Network` is a course and its tasks on it.
+least one. Layers whose channels form no group, such as the last one, stay whole. `network` makes a network of it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from edge_kernels import bits as bitset
-from edge_kernels.channels import by_channel
-from edge_kernels.pruning import group_norms, keep_largest
 from numpy.typing import NDArray
 
-from edge_client.bundle import F32, Bits, Manifest, Model, Packed, views
+from edge_client.bundle import F32, Bits, Manifest, Packed
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import bits_digest
 from edge_client.narrow import Channels, Narrow, narrow
-from edge_client.task import Assignment, Course, Personal, Task
+from edge_client.task import Personal
 
 UNITS = "units"  # the array of a structure in a payload
 
@@ -49,7 +44,7 @@ class Units:
     @cached_property
     def channels(self) -> Channels:
         """The units that stay, by group."""
-        parts = _split(self.manifest, self.alive)
+        parts = by_group(self.manifest, self.alive)
         return {g.name: np.flatnonzero(part) for g, part in zip(self.manifest.groups, parts, strict=True)}
 
     @cached_property
@@ -117,7 +112,7 @@ def _unpacked(same: Same, data: bytes) -> Units:
     """As `unpacked`. Every update of a round names a structure, most of them the same one."""
     manifest, packed = same.value, np.frombuffer(data, np.uint8)
     alive = bitset.unpack(packed, sum(g.size for g in manifest.groups))
-    empty = [g.name for g, part in zip(manifest.groups, _split(manifest, alive), strict=True) if not part.any()]
+    empty = [g.name for g, part in zip(manifest.groups, by_group(manifest, alive), strict=True) if not part.any()]
     if empty:
         raise ValueError(f"the groups {empty} keep no unit")
     return Units(manifest, alive)
@@ -139,62 +134,6 @@ def read_units(manifest: Manifest, packed: Packed) -> Units:
         raise PayloadError(f"array 'units': {error}") from None
 
 
-@dataclass(frozen=True)
-class Network:
-    """What the rounds train: the whole network when `units` is None, else the one of these units, cut in memory.
-
-    `course` has it as its model, `origin` the whole one.
-    """
-
-    origin: Course
-    course: Course
-    units: Units | None = None
-
-    @property
-    def model(self) -> Model:
-        """The bundle's values of this network."""
-        return self.course.model
-
-    def assignment(self, a: Assignment) -> Assignment:
-        """The same one, of this network."""
-        return replace(a, course=self.course)
-
-    def task(self, task: Task) -> Task:
-        """The same one, of this network."""
-        return task if self.units is None else task.narrow(self.units.channels)
-
-    def buffers(self, whole: F32) -> F32:
-        """Statistics of the whole network as this one's."""
-        return whole if self.units is None else whole[self.units.small.buffers]
-
-    def personal(self, parameters: F32, buffers: F32) -> Personal:
-        """This network's values as a model of the bundle, zero and masked where a unit is gone."""
-        if self.units is None:
-            return Personal(parameters, buffers)
-        return self.units.placed(parameters, buffers, self.origin.model.buffers)
-
-
-def network(course: Course, packed: Packed | None) -> Network:
-    """The network of the units that a state or a downlink names; the whole one for None, or when every unit stays.
-
-    Raises PayloadError.
-    """
-    if packed is None:
-        return Network(course, course)
-    read_units(course.model.manifest, packed)
-    return _network(Same(course), packed.tobytes())
-
-
-@lru_cache(maxsize=4)
-def _network(same: Same, data: bytes) -> Network:
-    """As `network`. A coordinator needs a round's network for each of its devices."""
-    course: Course = same.value
-    units = unpacked(course.model.manifest, np.frombuffer(data, np.uint8))
-    if units.alive.all():
-        return Network(course, course)
-    return Network(course, replace(course, model=units.small.model(course.model)), units)
-
-
 def carried(values: F32 | None, packed: Packed, now: Units) -> F32 | None:
     """Values that a device kept of the structure `packed`, for that of now: 0 for parameters that are new in it.
 
@@ -207,47 +146,7 @@ def carried(values: F32 | None, packed: Packed, now: Units) -> F32 | None:
     return every[now.places]
 
 
-def strongest(units: Units, parameters: F32, counts: Sequence[int]) -> Units:
-    """Of each group's live units, the `counts` whose rows in `parameters`, float32[d], have the largest norms."""
-    tensors, alive = views(units.manifest.parameters, parameters), units.alive.copy()
-    for group, part, count in zip(units.manifest.groups, _split(units.manifest, alive), counts, strict=True):
-        norms = group_norms(by_channel(tensors[p.tensor], p, group.size) for p in group.at("makes"))
-        part &= keep_largest(np.where(part, norms, -1.0), count)
-    return Units(units.manifest, alive)
-
-
-def counts(units: Units) -> list[int]:
-    """The live units of each group."""
-    return [int(np.count_nonzero(part)) for part in _split(units.manifest, units.alive)]
-
-
-def live(manifest: Manifest, counts: Sequence[int]) -> int:
-    """The number of parameters of a network with `counts[i]` units in group i."""
-    shapes = {t.name: list(t.shape) for t in manifest.parameters}
-    for group, n in zip(manifest.groups, counts, strict=True):
-        for p in (p for p in group.places if p.tensor in shapes):
-            shapes[p.tensor][p.axis] -= (group.size - n) * p.repeat
-    return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
-
-
-def shrunk(units: Units, most: float) -> list[int]:
-    """The units of each group after the fewest removals that leave at most `most` parameters.
-
-    Groups lose the same share of their live units, to within a unit; each keeps one. Without enough units to remove,
-    one a group is left.
-    """
-    now = counts(units)
-    order = np.argsort(np.concatenate([np.arange(1, n) / n for n in now]), kind="stable")
-    owner = np.repeat(np.arange(len(now)), [n - 1 for n in now])[order]  # the group of each removal
-
-    def after(removals: int) -> list[int]:
-        removed = np.bincount(owner[:removals], minlength=len(now))
-        return [n - int(r) for n, r in zip(now, removed, strict=True)]
-
-    return after(bisect_left(range(len(owner)), True, key=lambda n: live(units.manifest, after(n)) <= most))
-
-
-def _split(manifest: Manifest, alive: Bits) -> list[Bits]:
+def by_group(manifest: Manifest, alive: Bits) -> list[Bits]:
     """Each group's bits, views."""
     ends = list(accumulate(g.size for g in manifest.groups))
     return [alive[end - g.size : end] for g, end in zip(manifest.groups, ends, strict=True)]

@@ -1,6 +1,6 @@
 """Lattice's grid on the network that the rounds train: the whole one, and after the pruning the smaller one.
 
-After the pruning the course's model is the smaller network (`units.Network`), so grid, dither and statistics have no
+After the pruning the course's model is the smaller network (`network.Network`), so grid, dither and statistics have no
 coordinate of a removed unit. Here is where its values lie in the whole network.
 """
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32
 from edge_client.methods.lattice import grid
 from edge_client.methods.lattice.grid import U32, Counts, History, added, trainable
-from edge_client.methods.shared.units import Network
+from edge_client.methods.shared.network import Network
 from edge_client.parts import Part
 
 

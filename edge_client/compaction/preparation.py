@@ -1,0 +1,256 @@
+"""From an evaluation graph to a `Net`: one plain way of writing each operator, and the shape of every value.
+
+What depends on constants alone is computed, batch-norms are folded into the layers before them, and a few operators are
+written in one way: reductions keep their axes, a `Gather` takes a vector of indices, a `Split` is slices. Shapes are
+measured, not inferred: the graph runs on one sample and on two, and an axis whose size differs holds the batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+from edge_client.compaction.net import Net, Shape, build, drop_unused, subgraphs
+from edge_client.compaction.operators import Array, Operators
+from edge_client.errors import CompactionError
+from edge_client.nodes import settings
+from edge_client.runtimes.onnx import open_onnx
+
+_LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0}
+"""Layers that a batch-norm folds into, and the axis of the weight that holds their outputs."""
+
+
+def prepare(model: ModelProto, probe: Array, tensors: Mapping[str, Shape] | None = None) -> Net:
+    """`model`, all its tensors constants, as a `Net`. `probe` is a batch of at least two samples.
+
+    With `tensors`, the names and shapes of the bundle's tensors, their elements are numbered in order and followed
+    through the moves of constants; batch-norms stay.
+
+    Raises CompactionError when the graph does not run, or not for every batch size.
+    """
+    graph = model.graph
+    constants = {t.name: _wide(numpy_helper.to_array(t)) for t in graph.initializer}
+    (given,) = (i.name for i in graph.input if i.name not in constants)
+    operators = Operators(model.opset_import, model.ir_version)
+    net = Net(model, list(graph.node), constants, given, graph.output[0].name, operators)
+    net.origins = {name: name for name in constants}
+    start = 0
+    for name, shape in (tensors or {}).items():
+        net.ids[name] = np.arange(start, start + int(np.prod(shape))).reshape(shape)
+        start += net.ids[name].size
+    _fold_constants(net)
+    if tensors is None:
+        _fold_batch_norms(net)
+    _plain_forms(net)
+    _measure(net, probe)
+    _split_splits(net)
+    _plain_matrices(net)
+    drop_unused(net)
+    return net
+
+
+def _wide(value: Array) -> Array:
+    return value.astype(np.float64) if value.dtype.kind == "f" else value
+
+
+def _fold_constants(net: Net) -> None:
+    """Compute the nodes whose inputs are all constants, and read through the ones that do nothing."""
+    same: dict[str, str] = {}
+    kept = []
+    for old in net.nodes:
+        node = NodeProto()
+        node.CopyFrom(old)
+        node.input[:] = [same.get(name, name) for name in node.input]
+        node.name = node.doc_string = ""
+        del node.metadata_props[:]
+        if node.op_type == "Constant":
+            net.constants[node.output[0]] = _wide(_constant(node))
+        elif node.op_type in ("Identity", "Dropout") and node.input[0] not in net.constants:
+            same[node.output[0]] = node.input[0]
+        elif node.input and all(not v or v in net.constants for v in node.input) and not subgraphs(node):
+            made = net.operators.run(node, [net.constants[v] if v else None for v in node.input])
+            outs = [o for o in node.output if o]
+            net.constants.update(zip(outs, made, strict=True))
+            named = [net.origins[v] for v in node.input if v in net.origins and net.constants[v].dtype.kind == "f"]
+            net.origins.update(dict.fromkeys(outs, named[0]) if named else {})
+            _follow(net, node, outs)
+        else:
+            kept.append(node)
+    if net.output in same or net.output in net.constants:
+        kept.append(helper.make_node("Identity", [same.get(net.output, net.output)], [net.output]))
+    net.nodes = kept
+
+
+_MOVES = frozenset(
+    {"Concat", "Expand", "Flatten", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+)
+
+
+def _follow(net: Net, node: NodeProto, outs: Sequence[str]) -> None:
+    """The numbers of the elements that a move of constants makes."""
+    if node.op_type not in _MOVES or node.input[0] not in net.ids:
+        return
+    given: list[Array | None] = []
+    for v in node.input:
+        constant = net.constants[v] if v else None
+        floats = constant is not None and constant.dtype.kind == "f"
+        given.append(net.ids.get(v, np.full(constant.shape, -1)).astype(np.float64) if floats else constant)  # type: ignore[union-attr]
+    made = net.operators.run(node, given)
+    net.ids.update((name, v.astype(np.int64)) for name, v in zip(outs, made, strict=True))
+
+
+def _constant(node: NodeProto) -> Array:
+    (attribute,) = node.attribute
+    value = helper.get_attribute_value(attribute)
+    if attribute.name == "value":
+        return np.asarray(numpy_helper.to_array(value))
+    return np.asarray(value, np.float32 if attribute.name.startswith("value_float") else np.int64)
+
+
+def _fold_batch_norms(net: Net) -> None:
+    """Fold every batch-norm that alone reads a layer into that layer's weights, in float64."""
+    uses = Counter(name for node in net.nodes for name in node.input)
+    uses[net.output] += 1
+    makers = {name: node for node in net.nodes for name in node.output}
+    for norm in [n for n in net.nodes if n.op_type == "BatchNormalization"]:
+        layer = makers.get(norm.input[0])
+        if layer is None or layer.op_type not in _LAYERS or uses[norm.input[0]] != 1:
+            continue
+        given = settings(layer)
+        plain = layer.op_type != "Gemm" or (
+            given.get("transB", 0) and all(given.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
+        )
+        axis = _LAYERS[layer.op_type]
+        names = [*layer.input[1:], *norm.input[1:]]
+        if not plain or any(v and v not in net.constants for v in names) or (axis and given.get("group", 1) != 1):
+            continue
+        weight = net.constants[layer.input[1]]
+        channels = len(net.constants[norm.input[1]])
+        bias = net.constants[layer.input[2]] if len(layer.input) > 2 and layer.input[2] else np.zeros(channels)
+        gamma, beta, mean, variance = (net.constants[v] for v in norm.input[1:])
+        scale = gamma / np.sqrt(variance + settings(norm).get("epsilon", 1e-5))
+        names = [f"{norm.output[0]}.weight", f"{norm.output[0]}.bias"]
+        net.constants[names[0]] = weight * np.expand_dims(scale, tuple(k for k in range(weight.ndim) if k != axis))
+        net.constants[names[1]] = (bias - mean) * scale + beta
+        net.origins[names[0]] = net.origins.get(layer.input[1], "")
+        layer.input[1:] = names
+        layer.output[0] = norm.output[0]
+        net.nodes.remove(norm)
+
+
+def _plain_forms(net: Net) -> None:
+    """Reductions keep their axes and a `Squeeze` drops them; a `Gather` of one index takes a vector of one."""
+    nodes = []
+    for node in net.nodes:
+        given, tail = settings(node), None
+        if node.op_type.startswith("Reduce") and not given.get("keepdims", 1):
+            axes = net.constants.get(node.input[1]) if len(node.input) > 1 else given.get("axes")
+            if axes is not None and np.size(axes):
+                tail = np.asarray(axes, np.int64).reshape(-1)
+                kept = [a for a in node.attribute if a.name != "keepdims"]
+                del node.attribute[:]
+                node.attribute.extend([*kept, helper.make_attribute("keepdims", 1)])
+        elif node.op_type == "Gather" and node.input[0] not in net.constants:
+            index = net.constants.get(node.input[1])
+            if index is not None and index.ndim == 0:
+                tail = np.array([given.get("axis", 0)], np.int64)
+                net.constants[f"{node.output[0]}.index"] = index.reshape(1)
+                node.input[1] = f"{node.output[0]}.index"
+        nodes.append(node)
+        if tail is not None:
+            out, node.output[0] = node.output[0], f"{node.output[0]}.kept"
+            net.constants[f"{out}.axes"] = tail
+            nodes.append(helper.make_node("Squeeze", [node.output[0], f"{out}.axes"], [out]))
+    net.nodes = nodes
+
+
+def _measure(net: Net, probe: Array) -> None:
+    """Run the graph on one sample and on two: shapes, types, the axes that hold the batch, and all sizes."""
+    names = [o for node in net.nodes for o in node.output if o]
+    outputs = [*(onnx.ValueInfoProto(name=name) for name in names if name != net.output), net.model.graph.output[0]]
+    model = build(net, net.nodes, net.constants, outputs).SerializeToString()
+    ran = open_onnx(model, what="eval.onnx", advice="export the bundle again", refused=CompactionError, rewrite=False)
+    order = [o.name for o in outputs]
+    sizes: set[str] = set()
+    for node in net.nodes:
+        if node.op_type in ("Shape", "Size") or all(not v or v in net.constants or v in sizes for v in node.input):
+            sizes.update(o for o in node.output if o)
+    found = []
+    for n in (1, 2):
+        try:
+            made = ran.run(order, {net.input: np.ascontiguousarray(probe[:n])})
+        except Exception as error:  # onnxruntime raises a class of its own for every status
+            raise CompactionError(f"eval.onnx does not run on {n} samples: {error}; export the bundle again") from None
+        values = [np.asarray(v) for v in made]
+        # of all but sizes only the shape counts
+        values = [
+            v if o in sizes else np.broadcast_to(v.dtype.type(), v.shape) for o, v in zip(order, values, strict=True)
+        ]
+        found.append({**dict(zip(order, values, strict=True)), net.input: probe[:n]})
+        del made
+    one, two = found
+    for name, value in one.items():
+        if value.ndim != two[name].ndim:
+            raise CompactionError(f"value {name!r} has another number of axes for another batch size")
+        net.shapes[name], net.kinds[name] = value.shape, value.dtype
+        net.moving[name] = tuple(a != b for a, b in zip(value.shape, two[name].shape, strict=True))
+    for name, constant in net.constants.items():
+        net.shapes[name], net.kinds[name] = constant.shape, constant.dtype
+        net.moving[name] = (False,) * constant.ndim
+    for node in net.nodes:
+        if any(o in sizes for o in node.output):
+            net.sizes.update((o, one[o]) for o in node.output if o)
+            net.growing.update(o for o in node.output if o and not np.array_equal(one[o], two[o]))
+            net.repeated.update(o for o in node.output if o and _repeats(one[o], two[o]))
+            if node.op_type == "Expand" and node.input[0] in net.ids:
+                net.ids[node.output[0]] = np.broadcast_to(net.ids[node.input[0]], net.shapes[node.output[0]])
+
+
+def _repeats(one: Array, two: Array) -> bool:
+    """Whether `two` is twice `one` along one axis."""
+    longer = [a for a, (n, m) in enumerate(zip(one.shape, two.shape, strict=True)) if n != m]
+    return len(longer) == 1 and np.array_equal(np.concatenate([one, one], longer[0]), two)
+
+
+def _plain_matrices(net: Net) -> None:
+    """A constant second factor of one matrix is written with two axes, as `einsum` does not."""
+    for node in net.nodes:
+        weight = node.input[1] if node.op_type == "MatMul" else ""
+        size = net.shapes.get(weight, ())
+        if weight not in net.constants or not 2 < len(size) <= len(net.shapes[node.input[0]]) or prod(size[:-2]) != 1:
+            continue
+        name = f"{node.output[0]}.matrix"
+        net.constants[name] = net.constants[weight].reshape(size[-2:])
+        net.shapes[name], net.kinds[name], net.moving[name] = size[-2:], net.kinds[weight], (False, False)
+        if weight in net.ids:
+            net.ids[name] = net.ids[weight].reshape(size[-2:])
+        net.origins[name] = net.origins.get(weight, "")
+        node.input[1] = name
+
+
+def _split_splits(net: Net) -> None:
+    """Write each `Split` of data as slices."""
+    nodes = []
+    for node in net.nodes:
+        if node.op_type != "Split" or node.input[0] in net.sizes:
+            nodes.append(node)
+            continue
+        axis = settings(node).get("axis", 0) % len(net.shapes[node.input[0]])
+        low = 0
+        for out in node.output:
+            high = low + net.shapes[out][axis]
+            bounds: dict[str, NDArray[np.int64]] = {}
+            for key, value in (("low", low), ("high", high), ("axis", axis)):
+                bounds[f"{out}.{key}"] = np.array([value], np.int64)
+            for key, vector in bounds.items():
+                net.constants[key], net.shapes[key], net.kinds[key] = vector, (1,), vector.dtype
+                net.moving[key] = (False,)
+            nodes.append(helper.make_node("Slice", [node.input[0], *bounds], [out]))
+            low = high
+    net.nodes = nodes
