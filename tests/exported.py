@@ -56,9 +56,15 @@ def _max_pool_cnn(a: int, b: int) -> nn.Sequential:
     )
 
 
+def _normed_mlp(a: int, b: int) -> nn.Sequential:
+    """Of 8x8 images in a row."""
+    return nn.Sequential(nn.Linear(64, a), nn.BatchNorm1d(a), nn.ReLU(), nn.Linear(a, b), nn.ReLU(), nn.Linear(b, 10))
+
+
 SHARED = {
     "mlp": Network(lambda a, b: models.mlp(40, a, b, 6), (24, 16), (40,), 6),
     "max-pool cnn": Network(_max_pool_cnn, (9, 9), (1, 10, 10), 5),  # as many channels as a channel has entries
+    "batch-norm mlp": Network(_normed_mlp, (32, 16), (64,), 10),
 }
 
 
@@ -77,7 +83,7 @@ def exported(name: str) -> Exported:
 def spread(module: nn.Module) -> None:
     """Move the statistics and factors of batch-norms away from their trivial start."""
     for part in module.modules():
-        if isinstance(part, nn.BatchNorm2d):
+        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
             nn.init.uniform_(part.weight, 0.5, 1.5)
             nn.init.uniform_(part.bias, -0.5, 0.5)
             nn.init.uniform_(part.running_mean, -0.2, 0.2)

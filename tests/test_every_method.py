@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 from edge_bench.federation.processes import children, coordinator
 from edge_bench.simulation.simulate import Simulated
-from edge_bench.testing import digits, methods
+from edge_bench.testing import Ground, digits, methods
 from edge_kernels import counter
 
 from coord_server.operator.client import Operator
@@ -90,9 +92,21 @@ def kind(name: str) -> str:
 
 
 @cache
-def first(name: str) -> Simulated:
+def with_batch_norm() -> Ground:
+    """The devices of `digits()`, whose network has a batch-norm."""
+    pytest.importorskip("torch")
+    from exported import exported
+
+    return replace(digits(), bundle=exported("batch-norm mlp").bundle)
+
+
+GROUNDS = {"digits": digits, "batch-norm": with_batch_norm}
+
+
+@cache
+def first(name: str, ground: str = "digits") -> Simulated:
     """A run in which a different device misses each round."""
-    return digits().simulate(made(name))
+    return GROUNDS[ground]().simulate(made(name))
 
 
 # --- the contract that other packages check too (`edge_bench.testing.check_method`)
@@ -145,15 +159,18 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Op
     """A coordinator process on loopback: its address, and an operator's client of it."""
     with children() as start:
         _, url, client = coordinator(start, tmp_path_factory.mktemp("coordinator"), {})
-        client.upload_bundle(digits().bundle.folder)
         yield url, client
         client.close()
 
 
-@every_method
+@pytest.mark.parametrize(
+    ("name", "ground"),
+    [*product([*NAMES, *VARIANTS], ["digits"]), *product([*NAMES, "lattice-pruned"], ["batch-norm"])],
+)
 def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
-    name: str, operator: tuple[str, Operator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, ground: str, operator: tuple[str, Operator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    there = GROUNDS[ground]()
     ended: dict[str, Personal] = {}
 
     def conclude(bundle: Bundle, task: Task, personal: Personal, path: Path, *_: Any) -> Report:
@@ -165,21 +182,20 @@ def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
 
     monkeypatch.setattr("edge_client.conclude.conclude", conclude)
     url, client = operator
-    config = digits().federation(made(name), rounds=3, cohort=2)
-    id_ = client.create(config.model_copy(update={"name": name})).id
+    client.upload_bundle(there.bundle.folder)
+    config = there.federation(made(name), rounds=3, cohort=2)
+    id_ = client.create(config.model_copy(update={"name": f"{name}-on-{ground}"})).id
     token = client.token(id_, TokenRequest(uses=3)).token
 
     def take_part(device: str) -> str:
-        secret, state = counter.key(digits().seed, "secret", device), tmp_path / device
+        secret, state = counter.key(there.seed, "secret", device), tmp_path / device
         return (
-            Client(url, token, digits().devices[device], device=device, state=state, secret=secret, poll=5.0)
-            .run()
-            .ended
+            Client(url, token, there.devices[device], device=device, state=state, secret=secret, poll=5.0).run().ended
         )
 
     with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(take_part, digits().devices)) == ["finished"] * 3
-    expected = first(name)
+        assert list(threads.map(take_part, there.devices)) == ["finished"] * 3
+    expected = first(name, ground)
     assert {d.device: d.report.source for d in client.devices(id_) if d.report} == expected.sources
     assert digest(client.state(id_)) == expected.state_sha256
     for device, model in expected.personal.items():
