@@ -406,8 +406,8 @@ def test_a_simulation_gives_the_same_bits_twice_and_bills_the_units_apart() -> N
     pytest.importorskip("sklearn")
     from edge_bench.data import datasets
     from edge_bench.data.table import DataConfig
+    from edge_bench.simulation.comparison import run_all
     from edge_bench.simulation.file import find_bundle, read_config
-    from edge_bench.simulation.simulate import run_all
 
     data = DataConfig(name="digits", devices=4, samples=400)
     methods = {

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_bench.data import datasets
+from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import read_config
-from edge_bench.simulation.simulate import Simulated, run_all
+from edge_bench.simulation.simulate import Simulated
 
 from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError

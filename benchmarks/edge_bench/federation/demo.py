@@ -19,8 +19,8 @@ from edge_bench.data.sources import find
 from edge_bench.data.table import DataConfig
 from edge_bench.federation import demo_report
 from edge_bench.federation.fleet import Ended, fleet
+from edge_bench.simulation.comparison import starting_scores
 from edge_bench.simulation.file import find_bundle
-from edge_bench.simulation.simulate import starting_scores
 from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense

@@ -25,8 +25,9 @@ from edge_bench import provenance
 from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.curves import mean, moved, shown
 from edge_bench.federation.fleet import Ended, Fleet, fleet
+from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import SimulationConfig, open_simulation
-from edge_bench.simulation.simulate import Simulated, run_all
+from edge_bench.simulation.simulate import Simulated
 from edge_client.bundle import Bundle, digest
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.data import DeviceData

@@ -27,8 +27,9 @@ from edge_bench.reproductions import reproduction, results_page, small
 from edge_bench.reproductions.reproduction import Cell, Reproduction, key, method_of, stands
 from edge_bench.reproductions.results_page import RESULTS
 from edge_bench.reproductions.stored_runs import CELLS, RESULT, Run, known, stored
+from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import find_bundle
-from edge_bench.simulation.simulate import RoundRow, run_all
+from edge_bench.simulation.simulate import RoundRow
 from edge_client.bench.tables import plain_table
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData

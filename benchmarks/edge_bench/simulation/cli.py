@@ -18,8 +18,9 @@ from edge_bench.command_line import check_plot, check_writable, plain_console, w
 from edge_bench.data import histogram
 from edge_bench.progress import Steps
 from edge_bench.simulation import result
+from edge_bench.simulation.comparison import InterruptedRun, run_all
 from edge_bench.simulation.file import SimulationConfig, open_simulation
-from edge_bench.simulation.simulate import InterruptedRun, RoundRow, run_all
+from edge_bench.simulation.simulate import RoundRow
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, MaskfleetError

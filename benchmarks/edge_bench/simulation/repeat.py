@@ -18,8 +18,8 @@ import typer
 from edge_bench import provenance, report
 from edge_bench.command_line import run_module, write_json
 from edge_bench.curves import shown
+from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import open_simulation
-from edge_bench.simulation.simulate import run_all
 
 ROW = ("round", "bits_per_parameter_up", "bits_per_parameter_down", "loss", "score_before", "score_after", "traffic",
        "score_of_all_devices")  # fmt: skip

@@ -28,8 +28,9 @@ from edge_bench.command_line import check_writable, plain_console, write_json
 from edge_bench.curves import amount, mean, shown
 from edge_bench.data.cli import ABOUT
 from edge_bench.progress import PAUSE, Steps
+from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import SimulationConfig, prepare, read_simulation
-from edge_bench.simulation.simulate import RoundRow, run_all
+from edge_bench.simulation.simulate import RoundRow
 from edge_client import toml
 from edge_client.authored import is_place
 from edge_client.bundle import MANIFEST, Bundle, digest

@@ -24,8 +24,8 @@ from edge_bench import provenance
 from edge_bench.command_line import check_writable, known_names, run_module, write_json
 from edge_bench.data import datasets
 from edge_bench.reproductions.reproduction import Cell, cells, parse
+from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import find_bundle
-from edge_bench.simulation.simulate import run_all
 from edge_client.artifacts import Limits, make
 from edge_client.bundle import F32, Bundle
 from edge_client.compaction.personal import write_dense, write_personal
