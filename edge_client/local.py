@@ -9,7 +9,7 @@ begin with `TRAINED`. Both are stored in one write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -57,15 +57,29 @@ def understand(method: Method, a: Assignment, kept: Mapping[str, Any], downlink:
 
     Arrays that do not make a kept value (such as those of another version) count as none.
     """
-    value, own = None, {name: array for name, array in kept.items() if not name.startswith(TRAINED)}
+    value, own = None, of_method(kept)
     if method.kept_type is not None and own:
         with suppress(ValueError):
             value = from_arrays(method.kept_type, own)
     return value, method.receive(a, value, downlink)
 
 
+def of_method(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What the method keeps, without the model that was trained last."""
+    return {name: array for name, array in kept.items() if not name.startswith(TRAINED)}
+
+
+Reader = Callable[[Method, Assignment, Mapping[str, Any], Payload], tuple[Any, Any]]
+"""`understand`, or a function that gives the same."""
+
+
 def personal(
-    method: Method, task: Task, kept: Mapping[str, Any], downlink: Payload, how: Personalise = "best"
+    method: Method,
+    task: Task,
+    kept: Mapping[str, Any],
+    downlink: Payload,
+    how: Personalise = "best",
+    read: Reader = understand,
 ) -> Chosen:
     """The model that the device ends with. Raises LostError, PayloadError.
 
@@ -74,7 +88,7 @@ def personal(
     validation samples. Four to thirty samples often score all alike; then `local` counts before `last`, and `last`
     before `global`, as they score on average (docs/devices.md). Without such samples it is the global one.
     """
-    value, received = understand(method, task.assignment, kept, downlink)
+    value, received = read(method, task.assignment, kept, downlink)
     whole = method.personal(task, value, received)
     if how == "global":
         return Chosen(whole, "global", "as the federation asks")
@@ -112,7 +126,12 @@ def _last(kept: Mapping[str, Any], like: Personal) -> Personal | None:
 
 
 def run_round(
-    method: Method, task: Task, kept: Mapping[str, Any], downlink: Payload, how: Personalise = "global"
+    method: Method,
+    task: Task,
+    kept: Mapping[str, Any],
+    downlink: Payload,
+    how: Personalise = "global",
+    read: Reader = understand,
 ) -> Outcome:
     """Train one round and score the model before and after it on the device's own test samples.
 
@@ -120,7 +139,7 @@ def run_round(
     Raises LostError when the downlink builds on values the device no longer holds, DivergedError when training or its
     figures are not finite, PayloadError.
     """
-    value, received = understand(method, task.assignment, kept, downlink)
+    value, received = read(method, task.assignment, kept, downlink)
     before = task.score(method.personal(task, value, received))
     local = method.local_round(task, value, received)
     loss, before, after = short(local.loss, before, task.score(local.trained))

@@ -225,7 +225,11 @@ class Method(BaseModel):
 
     @abstractmethod
     def receive(self, a: Assignment, kept: Any, downlink: Payload) -> Any:
-        """Decode the downlink, with what the device kept. Raises LostError, PayloadError."""
+        """Decode the downlink, with what the device kept. Raises LostError, PayloadError.
+
+        The same for every device of the audience that kept the same: a simulator gives the result to all of them, so
+        the functions below leave it as it is.
+        """
         ...
 
     @abstractmethod
