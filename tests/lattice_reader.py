@@ -161,7 +161,8 @@ def values(
     out = [0] * d
     if not data:
         return out
-    lanes = Lanes(data[2:], 1 << data[0])
+    rest, plane = data[0] >> 4, -(-d // 8)
+    lanes = Lanes(data[2 + rest * plane :], 1 << (data[0] & 15))
     tensors: list[Factors] = []
     owner: list[Factors] = []
     for rows, columns in shapes:
@@ -243,6 +244,10 @@ def values(
     assert all(x == ONE for x in lanes.x)
     for i, sign, size in zip(places, signs, sizes, strict=True):
         out[i] = sign * size
+    if rest:
+        for i in range(d):
+            bits = [data[2 + j * plane + i // 8] >> (i % 8) & 1 for j in range(rest)]
+            out[i] = out[i] * 2**rest + sum(bit << j for j, bit in enumerate(bits)) - 2 ** (rest - 1)
     return out
 
 

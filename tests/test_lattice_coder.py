@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lattice_reader
 import numpy as np
 import pytest
 from edge_kernels import counter, lattice, lattice_model
@@ -71,6 +72,42 @@ def test_what_is_decoded_is_what_was_encoded_whatever_both_sides_know(case: tupl
     found = lattice.decode(data, known)
     assert found.dtype == np.int32
     assert np.array_equal(found, values)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.integers(1, 15))
+def test_numbers_whose_low_bits_travel_as_they_are_are_read_by_both_readers(
+    case: tuple[I32, lattice.Known], low: int
+) -> None:
+    values, known = case
+    data = lattice._encoded(*_halves(values, known, low))
+    assert data is not None
+    if not values.any():
+        with pytest.raises(CodecError, match="zeros"):
+            lattice.decode(data, known)
+        return
+    assert np.array_equal(lattice.decode(data, known), values)
+    shapes = [(rows, columns) for _, rows, columns in known.spans]
+    plain = [x if x is None else x.tolist() for x in (known.fall, known.rise, known.held)]
+    if len(values) < 500:
+        assert lattice_reader.values(data, shapes, *plain) == values.tolist()
+
+
+def _halves(values: I32, known: lattice.Known, low: int) -> tuple[NDArray[np.int64], lattice.Known, int, bytes]:
+    high, planes = lattice._split(values, low)
+    return high, known, low, planes
+
+
+def test_a_million_large_numbers_are_coded_near_their_entropy() -> None:
+    """In lists alone they take more steps than a reader allows."""
+    values = np.rint(np.random.default_rng(3).laplace(size=1_000_000) * 240).astype(np.int32)
+    known = lattice.whole(spans_of((1000, 1000)))
+    data = lattice.encode(values, known)
+    assert data[0] >> 4 > 0
+    assert np.array_equal(lattice.decode(data, known), values)
+    assert 8 * len(data) / len(values) < np.log2(2 * np.e * 240) + 0.3
+    with pytest.raises(CodecError, match="cut"):
+        lattice.decode(data[:100_000], known)
 
 
 def numpy_alone(patch: pytest.MonkeyPatch, few: int) -> None:

@@ -7,8 +7,8 @@ modelled as a product of a factor of the tensor, of the row and of the column (`
 
 Of this model one byte travels, the first guess of b. The factors begin with the activity of rows and columns in the
 vector N that both sides hold, and follow what has been decoded. `codecs.arrivals` codes where the values are not 0,
-then the signs where they are not those that the dither suggests, then what is beyond 1 in unary. docs/codecs.md
-specifies the bytes.
+then the signs where they are not those that the dither suggests, then what is beyond 1 in unary. Many large numbers
+would take a reader too many steps; their lowest bits travel as they are. docs/codecs.md specifies the bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_kernels import bits
 from edge_kernels.codecs import CodecError, arrivals
-from edge_kernels.codecs.arrivals import MAX_LANES, ends, hazard, most_steps
+from edge_kernels.codecs.arrivals import MAX_LANES, MOST_STEPS, ends, hazard, most_steps
 from edge_kernels.lattice_model import GUESS, HIGHEST, I32, I64, LOWEST, OCTAVE, U32, Exchange, Known, Model, Span, log
 
 Bits = NDArray[np.bool_]
 
+_HIGH = 3  # bits of the usual number that are coded where its lowest ones are not
+_MOST_LOW = 15  # bits
 _UNARY = 16  # magnitudes below this are unary
 _CLASSES = 16  # of flags
 _BLOCK = 32  # flags of the first block; each later end is five times the one before
@@ -51,34 +54,78 @@ def encode(values: I32, known: Known) -> bytes:
     places = values.nonzero()[0]
     if not len(places):
         return b""
-    model = Model(known)
-    guess = model.guess(len(places))
+    if (data := _encoded(values.astype(np.int64), known)) is not None:
+        return data
+    usual = int(np.median(np.abs(values[places].astype(np.int64)))).bit_length()
+    for low in range(max(1, usual - _HIGH), _MOST_LOW + 1):
+        high, rest = _split(values, low)
+        if (data := _encoded(high, known, low, rest)) is not None:
+            return data
+    raise CodecError(f"{len(places)} of {known.d} values that are not 0 are too many for this codec; split the vector")
+
+
+def _encoded(values: I64, known: Known, low: int = 0, planes: bytes = b"") -> bytes | None:
+    """The bytes of numbers whose `low` bits lie in `planes`; None where a reader would take too many steps."""
+    places = values.nonzero()[0]
+    if _symbols(np.abs(values[places])) > MAX_LANES * MOST_STEPS:
+        return None
     lanes = min(max((len(places) >> 8).bit_length() - 1, 0), MAX_LANES.bit_length() - 1)
     while 1 << lanes <= MAX_LANES:
-        writer = arrivals.Writer(1 << lanes)
-        _code(model, guess, writer.code, places, values[places].astype(np.int64))
+        model, writer = Model(known), arrivals.Writer(1 << lanes)
+        guess = model.guess(max(1, len(places)))
+        _code(model, guess, writer.code, places, values[places])
         body = writer.bytes()
         if writer.steps() <= most_steps(len(body), 1 << lanes):
-            return bytes([lanes, guess]) + body
-        lanes, model = lanes + 1, Model(known)
-    raise CodecError(f"{len(places)} of {known.d} values that are not 0 are too many for this codec; split the vector")
+            return bytes([low << 4 | lanes, guess]) + planes + body
+        lanes += 1
+    return None
+
+
+def _symbols(sizes: I64) -> int:
+    """The least number of symbols of these magnitudes: one for each flag of `_sizes` that is set, but for bits."""
+    width = np.frexp(np.maximum(sizes - _UNARY + 1, 1).astype(np.float64))[1] - 1
+    return int(np.minimum(sizes, _UNARY).sum() + width.sum())
+
+
+def _split(values: I32, low: int) -> tuple[I64, bytes]:
+    """The values in units of 2**`low`, to the nearest, and the bit planes of what is left."""
+    raised = values.astype(np.int64) + (1 << low - 1)
+    return raised >> low, bits.pack_planes(raised & (1 << low) - 1, low).tobytes()
 
 
 def decode(data: bytes, known: Known) -> I32:
     """The values of :func:`encode`, int32[d], with what the writer knew. Raises CodecError."""
     if not data:
         return np.zeros(known.d, np.int32)
-    if len(data) < 2 or 1 << data[0] > MAX_LANES or data[1] * GUESS > HIGHEST - LOWEST:
+    if len(data) < 2 or 1 << (data[0] & 15) > MAX_LANES or data[1] * GUESS > HIGHEST - LOWEST:
         raise CodecError("the first two bytes are not those of Lattice's coder; was another codec used?")
-    reader = arrivals.Reader(data[2:], 1 << data[0])
+    low, body = data[0] >> 4, 2 + (data[0] >> 4) * bits.size(known.d)
+    if len(data) < body:
+        raise CodecError(f"{known.d} numbers with {low} low bits take more than {len(data)} bytes; the payload is cut")
+    reader = arrivals.Reader(data[body:], 1 << (data[0] & 15))
     none = np.zeros(0, np.int64)
     places, values = _code(Model(known), data[1], reader.code, none, none)
     reader.end()
-    if not len(places):
-        raise CodecError("a vector of zeros takes no bytes; the payload is damaged")
     out = np.zeros(known.d, np.int32)
     out[places] = values
+    if low:
+        out = _joined(out, low, data[2:body])
+    if not out.any():
+        raise CodecError("a vector of zeros takes no bytes; the payload is damaged")
     return out
+
+
+def _joined(high: I32, low: int, planes: bytes) -> I32:
+    """What `_split` took apart."""
+    each = np.frombuffer(planes, np.uint8).reshape(low, bits.size(high.size))
+    try:
+        rest = bits.unpack_planes(each, low, high.size)
+    except ValueError as error:
+        raise CodecError(f"low bits: {error}") from None
+    values = (high.astype(np.int64) << low) + rest - (1 << low - 1)
+    if int(values.min(initial=0)) < -(2**31) or int(values.max(initial=0)) >= 2**31:
+        raise CodecError("a value is beyond 32 bits; the payload is damaged")
+    return values.astype(np.int32)
 
 
 def _code(model: Model, guess: int, exchange: Exchange, places: I64, given: I64) -> tuple[I64, I64]:

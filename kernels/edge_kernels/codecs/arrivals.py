@@ -27,6 +27,7 @@ UNIT = 20  # log2 of hazard 1
 MOST = 4 << UNIT  # the largest hazard, and the length of a window
 LEAST = 4  # the smallest hazard: every element of a window has a frequency of at least 1
 MAX_LANES = 1 << 12
+MOST_STEPS = 1 << 12  # of all lanes together
 FEW = 16  # lanes, whose symbols Python reads sooner one by one than numpy a step of all
 SCALE = 24  # log2 of the sum of the frequencies; also the bits of a word, and of the smallest state
 
@@ -56,7 +57,7 @@ _NUMBERS = tuple(table.tolist() for table in (_BELOW, _INSIDE, _OFFSET, _ROUND, 
 
 def most_steps(size: int, lanes: int) -> int:
     """The most steps of a payload of `size` bytes, which bounds the work of a reader: 4 symbols for each bit."""
-    return min(256 + 32 * size // lanes, 1 << 12)
+    return min(256 + 32 * size // lanes, MOST_STEPS)
 
 
 def chance(hazards: I64) -> I64:
