@@ -32,7 +32,7 @@ LEAST = 6144.0  # coded bytes of a device and round that the budget always allow
 class Settings(LocalSgd):
     """How fine the grid is, how devices train, what is pruned."""
 
-    quantum: Annotated[float, Field(ge=QUANTUM, le=10_000)] = 2.5
+    quantum: Annotated[float, Field(ge=QUANTUM, le=10_000)] = 5.0
     """Step / cohort in units of the first round's rms. A larger one costs fewer bits; 15, with `budget = 400`, is
     thrifty. A run of fewer than five rounds has quantum * (rounds / 5)^2, at least 0.25."""
     statistics: Literal["mean", "local"] = "mean"
