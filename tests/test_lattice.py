@@ -296,7 +296,7 @@ def test_the_budget_asks_for_no_steps_beyond_a_quantum_of_ten(quantum: float, to
     assert raised(high, 1e9, fleet.method.top) == high
 
 
-@pytest.mark.parametrize(("rounds", "due"), [(1, 0.25), (2, 0.4), (3, 0.9), (4, 1.6), (5, 2.5), (60, 2.5)])
+@pytest.mark.parametrize(("rounds", "due"), [(1, 0.25), (2, 0.8), (3, 1.8), (4, 3.2), (5, 5.0), (60, 5.0)])
 def test_a_run_of_few_rounds_begins_with_finer_steps(rounds: int, due: float) -> None:
     fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE, rounds=rounds)
     assert fleet.method.first_quantum(fleet.course) == pytest.approx(due)
@@ -328,7 +328,7 @@ def test_moves_are_a_level_higher_from_16_times_the_mean_samples_on(samples: int
 
 
 def test_the_moves_of_a_device_of_very_many_samples_are_coarse_and_mean_what_they_should() -> None:
-    fleet = Fleet(Lattice(epochs=1, batch=4096, lr=0.1), {**THREE, "c": samples(2, 8 * 100)})
+    fleet = Fleet(Lattice(epochs=1, batch=4096, lr=0.1, quantum=2.5), {**THREE, "c": samples(2, 8 * 100)})
     fleet.play("a", "b")
     received, before = fleet.receive("c"), fleet.state
     fleet.play("a", "b", "c")

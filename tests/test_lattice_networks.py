@@ -31,7 +31,7 @@ TABLE = {
     "cohort": 3,
     "evaluate_every": 4,
 }
-PRUNED = {"name": "lattice", "lr": 0.1, "prune": 0.4, "prune_after": 4}
+PRUNED = {"name": "lattice", "quantum": 2.5, "lr": 0.1, "prune": 0.4, "prune_after": 4}
 
 
 class Attention(nn.Module):

@@ -79,7 +79,7 @@ def export(
     if executorch:
         bundle = add_parts(bundle, most=executorch_batch, progress=typer.echo)
     m = bundle.manifest
-    typer.echo(f"{m.name}: {m.d:,} parameters in {len(m.layers)} maskable layers, {len(m.groups)} channel groups")
+    typer.echo(f"{m.name}: {m.d:,} parameters; maskable layers: {len(m.layers)}, channel groups: {len(m.groups)}")
     typer.echo(f"target {', '.join(f'{k} {v}' for k, v in m.target.model_dump().items())}")
     for part, entry in m.parts.items():
         typer.echo(f"  {part:20} {entry.size:>12,} bytes")
