@@ -122,7 +122,11 @@ def _joined(high: I32, low: int, planes: bytes) -> I32:
         rest = bits.unpack_planes(each, low, high.size)
     except ValueError as error:
         raise CodecError(f"low bits: {error}") from None
-    values = (high.astype(np.int64) << low) + rest - (1 << low - 1)
+    values = high.astype(np.int64)
+    values <<= low
+    values += rest
+    del rest  # each takes as much memory as the result
+    values -= 1 << low - 1
     if int(values.min(initial=0)) < -(2**31) or int(values.max(initial=0)) >= 2**31:
         raise CodecError("a value is beyond 32 bits; the payload is damaged")
     return values.astype(np.int32)
