@@ -422,7 +422,7 @@ class _Run:
             "federation": enrolled.federation,
             "device": enrolled.device,
             "method": session.method.name,
-            "rounds": enrolled.rounds,
+            "rounds": work.round - 1,
             "source": chosen.source,
             "licence": enrolled.licence,
         }

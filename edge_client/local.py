@@ -41,7 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The model a device ends with, where it is from, and why in a sentence's part.
+    """The model a device ends with, where it is from, and why; `why` completes "keeping the X model: ...".
 
     `local` is the model after the epochs of one more round, when that was trained.
     """
@@ -95,23 +95,21 @@ def personal(
     samples = len(task.data.y_val)
     if how == "best" and not samples:
         return Chosen(whole, "global", "there are no validation samples to compare it on")
+    local, failed = None, ""
     try:
         local = method.local_round(task, value, received).trained
     except DivergedError as error:
-        local = None
-        if how == "local":
-            return Chosen(whole, "global", f"the last local epochs failed: {error}")
+        failed = f"the last local epochs failed: {error}"
     if how == "local":
-        assert local is not None
-        return Chosen(local, "local", "as the federation asks", local)
-    last = _last(kept, whole)
-    models: dict[Source, Personal | None] = {"local": local, "last": last, "global": whole}
-    scores = {source: task.score(model, "validation") for source, model in models.items() if model is not None}
+        asked = "as the federation asks"
+        return Chosen(whole, "global", failed) if local is None else Chosen(local, "local", asked, local)
+    found: list[tuple[Source, Personal | None]] = [("local", local), ("last", _last(kept, whole)), ("global", whole)]
+    models = {source: model for source, model in found if model is not None}
+    scores = {source: task.score(model, "validation") for source, model in models.items()}
     best = max(scores, key=lambda source: scores[source])
-    chosen = models[best]
-    assert chosen is not None
     figures = ", ".join(f"{source} {score:.3f}" for source, score in scores.items())
-    return Chosen(chosen, best, f"on {samples} validation samples: {figures}", local)
+    why = "; ".join(filter(None, (f"on {samples} validation samples: {figures}", failed)))
+    return Chosen(models[best], best, why, local)
 
 
 def _last(kept: Mapping[str, Any], like: Personal) -> Personal | None:

@@ -110,6 +110,12 @@ def test_a_million_large_numbers_are_coded_near_their_entropy() -> None:
         lattice.decode(data[:100_000], known)
 
 
+def test_numbers_of_twenty_bits_are_coded_however_many_there_are() -> None:
+    values = np.random.default_rng(4).integers(-(2**20), 2**20, 600_000).astype(np.int32)
+    known = lattice.whole(spans_of((600, 1000)))
+    assert np.array_equal(lattice.decode(lattice.encode(values, known), known), values)
+
+
 def numpy_alone(patch: pytest.MonkeyPatch, few: int) -> None:
     """Without compiled loops; up to `few` lanes are read one symbol at a time, more of them together."""
     patch.setattr(arrivals, "loops", lambda _: None)

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from numpy_mlp import course, grouped
 from rounds import Rounds
 
-from edge_client.errors import ConfigError, DivergedError, PayloadError
+from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.methods import Method, make_method
 from edge_client.methods.shared.pruned import alive
 from edge_client.methods.shared.pruned import unpacked as mask_of
+from edge_client.methods.shared.units import carried, whole
 from edge_client.methods.shared.units import unpacked as units_of
 from edge_client.methods.shared.value_changes import Uplink, applied, update_stream
 from edge_client.protocol.payload import Payload
@@ -228,3 +229,11 @@ def test_papers_count_the_values_of_top_k_without_their_places() -> None:
     assert made("fedavg", up="topk:0.1", per_tensor=True).paper_bytes(large) == (parts, parts)
     assert made("fedavg", up="topk").paper_bytes(large) == (4 * round(0.01 * M.d),) * 2
     assert made("fedavg", up="eden:1").paper_bytes(large) is None
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_values_kept_of_a_structure_of_another_size_are_lost(size: int) -> None:
+    units = whole(M)
+    assert carried(np.ones(units.places.size, np.float32), units.packed, units) is not None
+    with pytest.raises(LostError, match=f"kept {size} values"):
+        carried(np.ones(size, np.float32), units.packed, units)

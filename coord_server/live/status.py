@@ -119,8 +119,6 @@ class Faults:
         except (StateError, MethodError) as error:
             self.set(thing, f"{sentence}: {error}")
             raise
-        except Exception:
-            raise
         else:
             self.clear(thing)
 

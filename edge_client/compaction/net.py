@@ -1,6 +1,6 @@
 """An evaluation graph with its values put in: the data structure that the analysis and the surgery work on.
 
-`preparation` makes it. Every layer has its own copy of its weights, float64, so that each may be cut by itself.
+`preparation` makes it. Constants are float64. Layers may share one; a layer that is written anew gets one of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Net:
     """A graph with one input and one output. Shapes and values are those for one sample.
 
     `constants` are float64, or of their own type when they are no floats. `moving` marks the axes that hold the batch,
-    alone or merged with others. `sizes` are the values computed from shapes alone, which the batch enters.
+    alone or merged with others. `sizes` are the values computed from shapes alone.
     """
 
     model: ModelProto
@@ -42,9 +42,9 @@ class Net:
     ids: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     """For a constant that is made of the bundle's tensors by moves alone, the numbers of their elements."""
     growing: set[str] = field(default_factory=set)
-    """The sizes that the batch enters."""
+    """The sizes that depend on the number of samples."""
     repeated: set[str] = field(default_factory=set)
-    """Those that are the same for every sample, one sample behind the other along one axis."""
+    """The sizes that consist of one equal block for each sample along one axis."""
     _makers: tuple[int, int, dict[str, NodeProto]] | None = None
 
     def is_float(self, name: str) -> bool:
@@ -133,7 +133,7 @@ def drop_unused(net: Net) -> None:
     for node in reversed(net.nodes):
         if live & set(node.output):
             live |= set(node.input)
-            live |= {v for g in subgraphs(node) for v in _outer(g)}
+            live |= inner_reads(node)
             kept.append(node)
     net.nodes = kept[::-1]
     net.constants = {k: v for k, v in net.constants.items() if k in live}
@@ -145,6 +145,11 @@ def _narrow(value: Array) -> Array:
 
 def subgraphs(node: NodeProto) -> list[onnx.GraphProto]:
     return [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+
+
+def inner_reads(node: NodeProto) -> set[str]:
+    """Names that the subgraphs of a node read."""
+    return {v for g in subgraphs(node) for v in _outer(g)}
 
 
 def _outer(graph: onnx.GraphProto) -> set[str]:

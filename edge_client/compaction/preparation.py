@@ -16,7 +16,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from edge_client.compaction.net import Net, Shape, build, drop_unused, subgraphs
+from edge_client.compaction.net import Net, Shape, build, drop_unused, inner_reads, subgraphs
 from edge_client.compaction.operators import Array, Operators
 from edge_client.errors import CompactionError
 from edge_client.nodes import settings
@@ -62,6 +62,7 @@ def _wide(value: Array) -> Array:
 def _fold_constants(net: Net) -> None:
     """Compute the nodes whose inputs are all constants, and read through the ones that do nothing."""
     same: dict[str, str] = {}
+    inner = set[str]().union(*map(inner_reads, net.nodes))
     kept = []
     for old in net.nodes:
         node = NodeProto()
@@ -71,7 +72,11 @@ def _fold_constants(net: Net) -> None:
         del node.metadata_props[:]
         if node.op_type == "Constant":
             net.constants[node.output[0]] = _wide(_constant(node))
-        elif node.op_type in ("Identity", "Dropout") and node.input[0] not in net.constants:
+        elif (
+            node.op_type in ("Identity", "Dropout")
+            and node.input[0] not in net.constants
+            and node.output[0] not in inner  # there names stay
+        ):
             same[node.output[0]] = node.input[0]
         elif node.input and all(not v or v in net.constants for v in node.input) and not subgraphs(node):
             made = net.operators.run(node, [net.constants[v] if v else None for v in node.input])
@@ -93,7 +98,7 @@ _MOVES = frozenset(
 
 
 def _follow(net: Net, node: NodeProto, outs: Sequence[str]) -> None:
-    """The numbers of the elements that a move of constants makes."""
+    """Follow element numbers through `node`, which only moves constants."""
     if node.op_type not in _MOVES or node.input[0] not in net.ids:
         return
     given: list[Array | None] = []
@@ -115,7 +120,7 @@ def _constant(node: NodeProto) -> Array:
 
 def _fold_batch_norms(net: Net) -> None:
     """Fold every batch-norm that alone reads a layer into that layer's weights, in float64."""
-    uses = Counter(name for node in net.nodes for name in node.input)
+    uses = Counter(name for node in net.nodes for name in (*node.input, *inner_reads(node)))
     uses[net.output] += 1
     makers = {name: node for node in net.nodes for name in node.output}
     for norm in [n for n in net.nodes if n.op_type == "BatchNormalization"]:
@@ -197,7 +202,9 @@ def _measure(net: Net, probe: Array) -> None:
     one, two = found
     for name, value in one.items():
         if value.ndim != two[name].ndim:
-            raise CompactionError(f"value {name!r} has another number of axes for another batch size")
+            raise CompactionError(
+                f"value {name!r} has another number of axes for another batch size; write the model without that"
+            )
         net.shapes[name], net.kinds[name] = value.shape, value.dtype
         net.moving[name] = tuple(a != b for a, b in zip(value.shape, two[name].shape, strict=True))
     for name, constant in net.constants.items():
@@ -235,15 +242,19 @@ def _plain_matrices(net: Net) -> None:
 
 
 def _split_splits(net: Net) -> None:
-    """Write each `Split` of data as slices."""
+    """Write each `Split` of data, but along the batch, as slices."""
     nodes = []
     for node in net.nodes:
-        if node.op_type != "Split" or node.input[0] in net.sizes:
+        outs = [o for o in node.output if o]
+        if node.op_type != "Split" or node.input[0] in net.sizes or len(outs) < len(node.output):
             nodes.append(node)
             continue
         axis = settings(node).get("axis", 0) % len(net.shapes[node.input[0]])
+        if net.moving[node.input[0]][axis]:  # the lengths depend on the number of samples
+            nodes.append(node)
+            continue
         low = 0
-        for out in node.output:
+        for out in outs:
             high = low + net.shapes[out][axis]
             bounds: dict[str, NDArray[np.int64]] = {}
             for key, value in (("low", low), ("high", high), ("axis", axis)):

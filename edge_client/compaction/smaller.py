@@ -1,6 +1,6 @@
 """A frozen evaluation graph becomes a smaller one that computes the same.
 
-    prepare (`net`) -> what varies, what is read (`study`) -> the graph on the elements that are left (`writer`)
+    prepare (`preparation`) -> what varies, what is read (`study`) -> the graph on the elements that are left (`writer`)
 
 The operators' own rules are in `convolutions`, `products`, `recurrent`, `moves` and `maps`.
 """

@@ -57,11 +57,13 @@ def encode(values: I32, known: Known) -> bytes:
     if (data := _encoded(values.astype(np.int64), known)) is not None:
         return data
     usual = int(np.median(np.abs(values[places].astype(np.int64)))).bit_length()
-    for low in range(max(1, usual - _HIGH), _MOST_LOW + 1):
+    for low in range(min(max(1, usual - _HIGH), _MOST_LOW), _MOST_LOW + 1):
         high, rest = _split(values, low)
         if (data := _encoded(high, known, low, rest)) is not None:
             return data
-    raise CodecError(f"{len(places)} of {known.d} values that are not 0 are too many for this codec; split the vector")
+    raise CodecError(
+        f"{len(places)} of {known.d} values are not 0, about 2^{usual} each: too much for this codec; split the vector"
+    )
 
 
 def _encoded(values: I64, known: Known, low: int = 0, planes: bytes = b"") -> bytes | None:

@@ -69,7 +69,7 @@ class Settings(LocalSgd):
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         whole = ("a larger prune",) if self.prune is not None else ()
         finer = ("a smaller quantum",) if self.quantum > QUANTUM else ()
-        binding = self.budget > 1 and self.top > MIDDLE and (model is None or self.round_budget(model) > LEAST)
+        binding = self.budget > 1 and (model is None or self.round_budget(model) > LEAST)
         return ("lr", MORE_EPOCHS, *whole, *finer, *(("budget = 1, for more bytes",) if binding else ()))
 
     def unit(self, course: Course, each: F32) -> F32:

@@ -35,7 +35,7 @@ from edge_client.methods.shared import changes
 from edge_client.methods.shared.averaging import Mean
 from edge_client.methods.shared.changes import ExactCodecName
 from edge_client.methods.shared.network import network
-from edge_client.methods.shared.units import UNITS, Units
+from edge_client.methods.shared.units import UNITS, Units, held
 from edge_client.parts import Part, head, rest, weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, decoding, u8
@@ -267,9 +267,11 @@ class SignMasks(Method):
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
         what, units, once = f"the downlink of round {a.round}", None, (UNITS,) if self.prunes else ()
         if self.prunes:
-            units = downlink.arrays.get(UNITS, kept.units if kept else None)
+            units = downlink.arrays.get(UNITS)
             if units is None:
-                raise LostError(f"{what} is for a device that knows the units; this one does not")
+                if kept is None or kept.units is None:
+                    raise LostError(f"{what} builds on units that this device does not hold; the next one has them")
+                units = held(a.model.manifest, kept.units).packed
         own = self.own_signs(network(a.course, units).model)
         if self.down == "sign":
             majority = changes.decode(self.codec, downlink, own, what, once)

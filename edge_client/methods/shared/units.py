@@ -123,7 +123,9 @@ def held(manifest: Manifest, packed: Packed) -> Units:
     try:
         return unpacked(manifest, packed)
     except ValueError as error:
-        raise LostError(f"the structure that the device kept is damaged: {error}") from None
+        raise LostError(
+            f"the structure that the device kept is damaged: {error}; the coordinator sends everything again"
+        ) from None
 
 
 def read_units(manifest: Manifest, packed: Packed) -> Units:
@@ -141,8 +143,10 @@ def carried(values: F32 | None, packed: Packed, now: Units) -> F32 | None:
     """
     if values is None:
         return None
-    every = np.zeros(now.manifest.d, np.float32)
-    every[held(now.manifest, packed).places] = values
+    places, every = held(now.manifest, packed).places, np.zeros(now.manifest.d, np.float32)
+    if values.size != places.size:
+        raise LostError(f"the device kept {values.size} values, and its structure has {places.size} parameters")
+    every[places] = values
     return every[now.places]
 
 

@@ -1,0 +1,62 @@
+"""Downlinks by audience: a failed one is made anew for the same record."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coord_server.aggregation import Encoded
+from coord_server.live import downlinks
+from coord_server.live.downlinks import Downlinks
+from coord_server.live.status import MethodError
+
+RECORDS = {"a": 7, "b": 7, "c": None}
+
+
+def made(failures: list[Exception], monkeypatch: pytest.MonkeyPatch) -> tuple[Downlinks, list[Any]]:
+    """Downlinks whose first encodings raise `failures`, and the records that they are made for."""
+    asked: list[Any] = []
+
+    def downlink(method: Any, course: Any, round_: int, state: Any, record: Any) -> Encoded:
+        asked.append(record)
+        if failures:
+            raise failures.pop(0)
+        return Encoded(repr(record).encode(), {"all": 1})
+
+    async def values() -> Any:
+        return SimpleNamespace(round=1, course=None, state=None)
+
+    monkeypatch.setattr(downlinks.aggregation, "downlink", downlink)
+    method = SimpleNamespace(name="m", audience=lambda course, round_, record: f"from-{record}")
+    held = SimpleNamespace(
+        values=values, record=lambda device, round_: RECORDS[device], method=method, shelf=lambda kind, round_: "s"
+    )
+    return Downlinks(SimpleNamespace(), held), asked  # type: ignore[arg-type]
+
+
+def test_a_downlink_that_failed_is_made_again_for_the_same_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, asked = made([OSError("disk full")], monkeypatch)
+
+    async def script() -> None:
+        with pytest.raises(MethodError, match="disk full"):
+            await there.get(2, "a")
+        assert (await there.get(2, "a")).data == b"7"
+        assert (await there.get(2, "b")).data == b"7"
+        assert (await there.get(2, "c")).data == b"None"
+
+    asyncio.run(script())
+    assert asked == [7, 7, None]  # once for an audience, and once more after the failure
+
+
+def test_the_devices_of_an_audience_that_ask_at_once_share_one_downlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, asked = made([], monkeypatch)
+
+    async def script() -> None:
+        found = await asyncio.gather(*(there.get(2, device) for device in "abab"))
+        assert {f.data for f in found} == {b"7"}
+
+    asyncio.run(script())
+    assert asked == [7]
