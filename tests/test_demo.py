@@ -309,7 +309,8 @@ def test_amounts_are_short(count: float, text: str) -> None:
     assert amount(count) == text
 
 
-def test_ctrl_c_ends_every_process_and_removes_the_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "due"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_every_process_and_removes_the_files(number: signal.Signals, due: int, tmp_path: Path) -> None:
     code = "from edge_client.cli import main; main()"
     arguments = ["demo", "--data", "digits", "--devices", "2", "--rounds", "500", "--methods", "standalone"]
     running = subprocess.Popen(
@@ -323,12 +324,12 @@ def test_ctrl_c_ends_every_process_and_removes_the_files(tmp_path: Path) -> None
             time.sleep(0.2)
         family = parent.children(recursive=True)  # with the process in which a device checks its graphs, if it runs
         assert len(parent.children()) == 3
-        running.send_signal(signal.SIGINT)
+        running.send_signal(number)
         out, _ = running.communicate(timeout=PATIENCE)
     finally:
         if running.poll() is None:
             running.terminate()
-    assert running.returncode == 130
+    assert running.returncode == due
     assert b"every process of the demo has ended" in out
     end = time.monotonic() + PATIENCE
     while not all(map(ended, family)):  # processes of the devices are reaped by the system, a moment later

@@ -95,3 +95,27 @@ def test_outcomes_differ_in_what_is_not_equal_and_payload_bytes_count_what_is_se
     assert differences(one, replace(one)) == []
     changed = replace(one, models={"a": "n"}, scores=same.model_copy(update={"worst": 0.4}))
     assert differences(one, changed) == ["models", "scores"]
+
+
+UNEVEN = """
+bundle = "digits"
+rounds = 2
+cohort = 3
+personalise = "global"
+[data]
+name = "digits"
+devices = 3
+samples = 300
+split = "dirichlet"
+alpha = 0.2
+validation = 0.2
+[methods.fedavg]
+lr = 0.1
+"""
+
+
+def test_both_sides_have_the_guard_and_the_choice_of_model_that_the_file_names(tmp_path: Path) -> None:
+    """A federation's own defaults would limit the large device's update here, and keep models by their scores."""
+    (tmp_path / "run.toml").write_text(UNEVEN)
+    over_http.main(tmp_path / "run.toml", only=None, rounds=None, bundle=None, json_file=tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["methods"]["fedavg"]["differences"] == []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from rich.console import Console
 
 from edge_bench import provenance
 from edge_client.errors import ConfigError, MaskfleetError, suggestion
-from edge_client.exit_codes import exit_code
+from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.files import disk, write_whole
 
 
@@ -108,3 +110,19 @@ def plain_console(least: int = 80) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, least)
     return console
+
+
+@contextmanager
+def terminable() -> Iterator[list[ExitCode]]:
+    """SIGTERM ends the block as Ctrl-C does. The last of what it yields is the exit code that is then due."""
+    code = [ExitCode.INTERRUPTED]
+
+    def stop(*_: object) -> None:
+        code.append(ExitCode.TERMINATED)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield code
+    finally:
+        signal.signal(signal.SIGTERM, before)

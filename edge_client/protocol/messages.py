@@ -49,6 +49,9 @@ class Problem(BaseModel):
     detail: str
 
 
+Guard = Literal["clip", "drop", "none"]
+"""What happens to an update whose norm or weight is far beyond the round's others."""
+
 Personalise = Literal["best", "global", "local"]
 Source = Literal["global", "local", "last"]
 
@@ -84,7 +87,7 @@ class FederationConfig(Message):
     """Attempts of one round; when the last one fails too, the federation pauses and `fault` has the reason."""
     presence_seconds: Annotated[float, Field(strict=True, ge=1, le=MAX_SECONDS, allow_inf_nan=False)] = 300.0
     """A device is drawn only if it made a request within so many seconds before the round opens."""
-    guard: Literal["clip", "drop", "none"] = "clip"
+    guard: Guard = "clip"
     """What happens to an update whose norm or weight is far beyond the round's others."""
     personalise: Personalise = "best"
     """The model a device ends with: from the last downlink alone, after one more round's local epochs, or the best on

@@ -13,7 +13,15 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import curves, provenance, report
-from edge_bench.command_line import check_new_folder, check_plot, check_writable, names_of, plain_console, write_json
+from edge_bench.command_line import (
+    check_new_folder,
+    check_plot,
+    check_writable,
+    names_of,
+    plain_console,
+    terminable,
+    write_json,
+)
 from edge_bench.data import datasets
 from edge_bench.data.sources import find
 from edge_bench.data.table import DataConfig
@@ -25,7 +33,6 @@ from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense
 from edge_client.errors import ConfigError, DataError
-from edge_client.exit_codes import ExitCode
 from edge_client.measure.latency import latency
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Round
@@ -134,7 +141,7 @@ def demo(
     origin = provenance.origin()
     records: dict[str, Any] = {}
     compact: dict[str, float] = {}
-    with ExitStack() as stack:
+    with terminable() as code, ExitStack() as stack:
         folder = keep_files
         if folder is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="maskfleet-demo-")))
@@ -150,10 +157,10 @@ def demo(
                     ended = running.run(name, tables[name], rounds, len(parts), seed, watch)
                     records[name] = report.federation(ended, start)
                     if not compact:
-                        compact = compaction(bundle, ended, next(iter(parts.values())).x_test[:1], folder)
+                        compact = compaction(bundle, ended, next(iter(parts.values())).x[:1], folder)
         except KeyboardInterrupt:
             console.print("stopped; every process of the demo has ended")
-            raise typer.Exit(ExitCode.INTERRUPTED) from None
+            raise typer.Exit(code[-1]) from None
     title = f"{chosen.name}: every device's own model after {rounds} rounds"
     lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
     if lines:

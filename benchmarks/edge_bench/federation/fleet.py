@@ -19,7 +19,7 @@ from edge_bench.data.datasets import write
 from edge_bench.federation.processes import Process, ProcessError, Start, children, coordinator
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
-from edge_client.protocol.messages import FederationConfig, Report, Round, Scores
+from edge_client.protocol.messages import FederationConfig, Guard, Personalise, Report, Round, Scores
 from edge_client.protocol.operator import Device, TokenRequest
 
 GOODBYE = 180.0  # seconds the devices may take, after the last round, to write and measure their models
@@ -64,6 +64,8 @@ class Fleet:
         seed: int,
         progress: Callable[[list[Round]], None] = lambda closed: None,
         backend: str | None = None,
+        guard: Guard = "clip",
+        personalise: Personalise = "best",
         secrets_of: Mapping[str, int] | None = None,
         python_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> Ended:
@@ -82,6 +84,8 @@ class Fleet:
             seed=seed,
             deadline_seconds=600,
             backend=backend,
+            guard=guard,
+            personalise=personalise,
         )
         id_ = self.operator.create(config).id
         token = self.operator.token(id_, TokenRequest(uses=len(self.files))).token

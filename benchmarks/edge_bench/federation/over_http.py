@@ -98,6 +98,8 @@ def compare(config: SimulationConfig, label: str, bundle: Bundle, running: Fleet
         config.cohort,
         config.seed,
         backend=config.backend,
+        guard=config.guard,
+        personalise=config.personalise,
         secrets_of={device: counter.key(config.seed, "secret", device) for device in running.devices},
     )
     seconds = time.monotonic() - started

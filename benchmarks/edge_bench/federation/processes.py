@@ -71,8 +71,8 @@ def _interrupts_later() -> Iterator[None]:
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-    if caught:
-        raise KeyboardInterrupt
+    for number in caught:
+        signal.raise_signal(number)
 
 
 class Start:
@@ -111,12 +111,14 @@ class Start:
 @contextmanager
 def children() -> Iterator[Start]:
     """Give a `Start` whose processes all end with the block. SIGTERM ends the block as Ctrl-C does."""
-    start = Start()
+    start, before = Start(), signal.getsignal(signal.SIGTERM)
 
-    def terminate(_signal: int, _frame: FrameType | None) -> None:
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if callable(before):
+            before(number, frame)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, terminate)
     try:
         yield start
     finally:

@@ -19,6 +19,7 @@ from edge_client import toml
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError, first_fault, suggestion
 from edge_client.methods import Method
+from edge_client.protocol.messages import Guard
 
 FOLDER = Path(__file__).parent
 
@@ -79,7 +80,7 @@ class Reproduction(BaseModel):
     final_epochs: bool = True
     small: bool = False
     """Also measure one device's pruned model beside the whole network (`small`)."""
-    guard: Literal["clip", "drop", "none"] = "none"
+    guard: Guard = "none"
     """What papers have: an uneven weight counts in full."""
     notes: str = ""
     tried: tuple[Attempt, ...] = ()

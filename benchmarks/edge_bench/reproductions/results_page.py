@@ -258,12 +258,15 @@ def draw(result: Mapping[str, Any], folder: Path) -> None:
                 continue
             style: dict[str, Any] = {"marker": "os^Dv<>p"[i % 8], "markersize": 3, "linewidth": 1.0, "label": label}
             style["color"] = f"C{i % 10}"
-            steps = min(len(r["curve"]) for r in runs)
-            points = [[r["curve"][k] for r in runs] for k in range(steps)]
-            height = [sum(p["score"] for p in same) / len(same) for same in points]
-            left.plot([same[0]["round"] for same in points], height, **style)
-            weight = [sum(p["bytes"] * r["devices"] for p, r in zip(same, runs, strict=True)) for same in points]
-            right.plot([max(w / len(runs), 1.0) for w in weight], height, **style)
+            by_round = [{p["round"]: p for p in r["curve"]} for r in runs]
+            rounds = sorted(set.intersection(*(set(points) for points in by_round)))  # a round may have no score
+            scores = [fmean(points[k]["score"] for points in by_round) for k in rounds]
+            left.plot(rounds, scores, **style)
+            carried = [
+                fmean(points[k]["bytes"] * r["devices"] for points, r in zip(by_round, runs, strict=True))
+                for k in rounds
+            ]
+            right.plot([max(c, 1.0) for c in carried], scores, **style)
         left.set(xlabel="round", ylabel="mean score", title=f"{result['name']}, {task}")
         right.set(xscale="log", xlabel="payload bytes of all devices, up and down, so far")
         for axes in (left, right):

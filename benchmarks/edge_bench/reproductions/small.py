@@ -34,11 +34,11 @@ def figures(bundle: Bundle, personal: Personal, data: DeviceData) -> Figures:
 
     Raises CompactionError when the small model is not equal to the masked one.
     """
-    sample = np.ascontiguousarray(data.x_test[:1])
+    sample = np.ascontiguousarray(data.x[:1])
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("whole.onnx", "small.onnx")]
-        write_dense(bundle, personal, files[0], data.x_test)
-        report = write_personal(bundle, personal, files[1], data.x_test)
+        write_dense(bundle, personal, files[0], data.x)
+        report = write_personal(bundle, personal, files[1], data.x)
         inference = [t.p50_ms for t in latency(files, sample)]
         counts = [macs(file) for file in files]
     whole = open_trainer("onnxruntime", bundle)

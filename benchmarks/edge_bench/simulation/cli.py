@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +12,7 @@ import typer
 from rich.console import Console
 
 from edge_bench import curves, provenance, report
-from edge_bench.command_line import check_plot, check_writable, plain_console, write_json
+from edge_bench.command_line import check_plot, check_writable, plain_console, terminable, write_json
 from edge_bench.data import histogram
 from edge_bench.progress import Steps
 from edge_bench.simulation import result
@@ -24,7 +22,6 @@ from edge_bench.simulation.simulate import RoundRow
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, MaskfleetError
-from edge_client.exit_codes import ExitCode
 from edge_client.targets import Classification, Sequence
 
 
@@ -47,22 +44,6 @@ def _labels(
     if json_file is not None:
         held, settings = histogram.record(devices, target.classes), config.data.model_dump(mode="json")
         write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
-
-
-@contextmanager
-def _terminable() -> Iterator[list[ExitCode]]:
-    """SIGTERM ends the block as Ctrl-C does. The last of what it yields is the exit code that is then due."""
-    code = [ExitCode.INTERRUPTED]
-
-    def stop(*_: object) -> None:
-        code.append(ExitCode.TERMINATED)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield code
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def simulate(
@@ -132,7 +113,7 @@ def simulate(
                 f"{label:12s} round {row.record.round:3d}/{checked.rounds}  {report.outcome(row.record)}{everyone}"
             )
 
-        with _terminable() as code:
+        with terminable() as code:
             try:
                 warn = partial(report.warn, console)
                 results = run_all(checked, opened, devices, said, failures.__setitem__, models=False, warn=warn)

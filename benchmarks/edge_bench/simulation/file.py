@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,7 +22,7 @@ from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, first_fault
 from edge_client.methods import Method, make_method
 from edge_client.named_bundles import bundle_folder, packaged
-from edge_client.protocol.messages import Personalise
+from edge_client.protocol.messages import Guard, Personalise
 
 
 class SimulationConfig(BaseModel):
@@ -44,7 +44,7 @@ class SimulationConfig(BaseModel):
     processes: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Processes that train devices at the same time; the results do not depend on it. None: as many as there are cores,
     once a method's remaining work is worth their start."""
-    guard: Literal["clip", "drop", "none"] = "none"
+    guard: Guard = "none"
     """What happens to an update whose norm or weight is far beyond the round's others. Simulated devices are honest, so
     nothing by default; a federation's default is "clip"."""
     personalise: Personalise = "best"

@@ -2,8 +2,9 @@
 
     python -m edge_bench.simulation.repeat benchmarks/configs/masks_mnist.toml --seeds 0,1,2 --out results.json
 
-The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), the command, the
-commit and the machine. `summary` has the mean over the seeds of the score and of bits per parameter in the last round.
+The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), a digest of its
+settings, the command, the commit and the machine. A run with other settings now is run again. `summary` has the mean
+over the seeds of the score and of bits per parameter in the last round.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import provenance, report
-from edge_bench.command_line import run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.curves import shown
+from edge_bench.reproductions.reproduction import Cell, key
+from edge_bench.reproductions.stored_runs import fitting
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import open_simulation
+from edge_client.errors import ConfigError
 
 ROW = ("round", "bits_per_parameter_up", "bits_per_parameter_down", "loss", "score_before", "score_after", "traffic",
        "score_of_all_devices")  # fmt: skip
@@ -52,26 +56,38 @@ def summary(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return table
 
 
+def _stored(path: Path) -> dict[str, dict[str, Any]]:
+    """The runs of the file of an earlier start. Raises ConfigError when it is none."""
+    if not path.exists():
+        return {}
+    try:
+        found = fitting(json.loads(path.read_bytes()), {"runs": dict, "summary": dict, "settings": dict})
+    except ValueError as error:
+        raise ConfigError(f"--out {path} is not a file of this command ({error}); name another one") from None
+    runs: dict[str, dict[str, Any]] = found["runs"]
+    return runs
+
+
 def main(
     config: Annotated[Path, typer.Argument(help="The simulation's TOML file.")],
-    out: Annotated[Path, typer.Option(help="The JSON file; the runs in it are not repeated.")],
+    out: Annotated[Path, typer.Option(help="The JSON file; runs in it with the same settings are not repeated.")],
     seeds: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1,2",
     only: Annotated[str | None, typer.Option(help="Only these methods, by label, comma-separated.")] = None,
     bundle: Annotated[str | None, typer.Option(help="Instead of the file's `bundle`.")] = None,
 ) -> None:
     """Run every method of a simulation for every seed."""
-    origin = provenance.origin()
-    runs: dict[str, dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else {}
+    check_writable(out, "--out", source=config)
+    origin, runs = provenance.origin(), _stored(out)
     for seed in map(int, seeds.split(",")):
         checked, found, devices = open_simulation(config, only, seed=seed, bundle=bundle)
         settings = checked.model_dump(mode="json", exclude={"methods", "seed", "bundle"})
         for label, table in checked.methods.items():
-            name = f"{label}/{seed}"
-            if name in runs:
+            name, one = f"{label}/{seed}", checked.model_copy(update={"methods": {label: table}})
+            cell = key(Cell("", label, one))
+            if runs.get(name, {}).get("cell") == cell:
                 continue
-            result = run_all(checked.model_copy(update={"methods": {label: table}}), found, devices)[label]
-            record = report.simulated(result, found.model())
-            runs[name] = {**slim(record), "command": provenance.command(), "commit": provenance.commit()}
+            record = report.simulated(run_all(one, found, devices)[label], found.model())
+            runs[name] = {**slim(record), "cell": cell, "command": provenance.command(), "commit": provenance.commit()}
             print(f"{name}: {shown(record['score_mean'], '.4f')}", flush=True)
             write_json(out, {**origin, "settings": settings, "summary": summary(runs), "runs": runs})
 

@@ -23,9 +23,9 @@ from edge_export.writer import Graphs, proved_graphs
 from torch import nn
 
 from edge_bench import models, provenance
-from edge_bench.command_line import run_module, write_json
+from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.timing.export_cases import CASES, Case, Sequences
-from edge_client.errors import ModelError
+from edge_client.errors import ConfigError, ModelError
 from edge_client.graphs import check_file
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
@@ -75,9 +75,12 @@ def main(
     only: Annotated[str | None, typer.Option(help="Only these cases and models, separated by semicolons.")] = None,
 ) -> None:
     """Export everything, print a line each, write the JSON."""
+    check_writable(json_file)
+    chosen = None if only is None else {name.strip() for name in only.split(";")}  # names hold commas
+    if chosen is not None and (unknown := sorted(chosen - MODELS.keys() - CASES.keys())):
+        raise ConfigError(f"--only names {unknown}, which are neither models nor cases; leave it out to run them all")
     torch.set_num_threads(1)
     origin = provenance.origin()
-    chosen = None if only is None else set(only.split(";"))
     found: dict[str, dict[str, Any]] = {"models": {}, "cases": {}}
     rows: dict[str, list[tuple[str, Callable[[], nn.Module], torch.Tensor]]] = {"models": [], "cases": []}
     for name, (make, sample, integers) in MODELS.items():
