@@ -158,6 +158,13 @@ def test_every_kind_of_problem_is_in_the_manual() -> None:
     assert len(found) == len(PROBLEMS)
 
 
+def test_every_field_of_a_federation_is_in_the_manual() -> None:
+    manual = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+    (table,) = re.findall(r"^\| field \| default \| meaning \|\n\|[-|]+\n((?:\|.*\n)+)", manual, re.MULTILINE)
+    named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(FederationConfig.model_fields)
+
+
 def test_every_call_is_in_the_manual(document: dict[str, Any]) -> None:
     """As a curl line, with values in place of the names of the path."""
     manual = (Path(__file__).parent.parent / "docs" / "api.md").read_text().replace("\\\n", " ")
