@@ -29,7 +29,7 @@ from edge_client.protocol.messages import Round, Scores, Traffic
 Record = dict[str, Any]
 ALONE = "standalone"  # the method of devices that train for themselves
 FEW = 100  # test samples
-PERSONAL = "a model of each device's own, by validation samples and personalise = 'best' (one more round: {:.3f})"
+PERSONAL = "a model of each device's own, by validation samples and personalise = 'best' (after local epochs: {:.3f})"
 MISSED = 0.03  # three points: a method that ends further below its rival is named
 
 CAPTION = """score: each device's own model on its own test samples, mean over devices

@@ -58,9 +58,9 @@ def table(records: Mapping[str, Record], title: str) -> Table:
     out.caption = (
         "score: how good each device's own model is on its own test samples, mean\n"
         "  over devices (accuracy for labels, R^2 for numbers); worst: the lowest;\n"
-        "  trained on: the mean after one more round of training on the device alone;\n"
-        "  bytes: payloads of one device, both ways, in all; s a round: seconds, all\n"
-        "  devices on this one machine"
+        "  trained on: the mean after the last round's own training, before its models\n"
+        "  were averaged; bytes: payloads of one device, both ways, in all; s a round:\n"
+        "  seconds, all devices on this one machine"
     )
     return out
 
@@ -96,7 +96,7 @@ def conclusions(label: str, records: Mapping[str, Record], compact: Mapping[str,
 
 
 def _best(r: Record | None) -> float | None:
-    """The better of a method's scores: as its devices end, or after one more round of training alone."""
+    """The better of a method's scores: as its devices end, or as they had trained in the last round."""
     found = [s for s in (r["score_mean"], r.get(TRAINED)) if s is not None] if r is not None else []
     return max(found, default=None)
 
