@@ -12,6 +12,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo      a coordinator and ten devices on this machine: Lattice, FedAvg and training alone compared"
 	@echo "make test      ruff, mypy --strict, import contracts, the docs' links, pytest"
+	@echo "make lint      ruff, mypy --strict and import contracts only"
 	@echo "make docs      the docs as a site in build/site; a broken link fails"
 	@echo "make test-arm64  the base install on Debian arm64 under qemu-user (as root; about half an hour the first time)"
 	@echo "make fuzz      a million mutated payloads through every codec and the container, then two minutes each guided by"

@@ -1,7 +1,8 @@
 """Benchmarks, simulation, demo. `python -m edge_bench` lists the benchmarks.
 
-A benchmark started by `python -m edge_bench.NAME` ends with one sentence when a package is missing, by the hook below;
-`command_line.run_module` does the same for a wrong input. The hook is set before typer is imported, which keeps it.
+A benchmark started by `python -m edge_bench.ROOM.NAME` ends with one sentence when a package is missing, by the hook
+below; `command_line.run_module` does the same for a wrong input. The hook is set before typer is imported, which keeps
+it.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
 
 
 def run_module(main: Callable[..., None]) -> None:
-    """Run `python -m edge_bench.NAME`. An expected error ends it with one sentence and an exit code."""
+    """Run `python -m edge_bench.ROOM.NAME`. An expected error ends it with one sentence and an exit code."""
     try:
         typer.run(main)
     except MaskfleetError as error:

@@ -3,7 +3,7 @@
     python -m edge_bench.federation.over_http benchmarks/configs/masks_mnist.toml --only coupled --json result.json
 
 Each method of the simulation runs in one process (`simulate`) and as a coordinator with its devices on loopback
-(`demo`), with the same seed, data and cohorts. Compared are the server's state, every device's `personal.onnx`, every
+(`fleet`), with the same seed, data and cohorts. Compared are the server's state, every device's `personal.onnx`, every
 round's record (its devices, payload bytes by kind, loss, scores; not its duration) and the final scores. The command
 ends with code 1 when anything differs.
 """

@@ -1,10 +1,11 @@
 """`maskfleet tune`: a method's few important settings, searched on the validation part.
 
-The method names the settings and ranges that are worth a search (`Method.search`). A trial is a simulation
-that trains on the devices' training parts and scores on their validation parts; no trial uses test samples. Trial 0 is
-the file as it stands. Later ones are drawn by Optuna's TPE, keyed by the seed and the number of trials before them, so
-that the same seed gives the same trials however often the search was interrupted. Trials lie in an SQLite file beside
-the output. A trial whose score after a round is below the median of the earlier ones at that round is given up.
+The method names the settings and ranges that are worth a search (`Method.search`). A trial is a simulation that trains
+on the devices' training parts and scores on their validation parts; no trial uses test samples. The first trial
+(number 0 in the record, printed as 1) is the file as it stands. Later ones are drawn by Optuna's TPE, keyed by the
+seed and the number of trials before them, so that the same seed gives the same trials however often the search was
+interrupted. Trials lie in an SQLite file beside the output. A trial whose score after a round is below the median of
+the earlier ones at that round is given up.
 """
 
 from __future__ import annotations
