@@ -74,7 +74,7 @@ def undivided(config: DataConfig) -> Samples:
 
 
 def _chosen(s: Samples, rows: NDArray[np.int64], y: NDArray[Any] | None = None) -> Samples:
-    """Only these rows, with labels `y` of theirs."""
+    """Only these rows; `y` replaces their labels."""
     return replace(
         s,
         x=s.x[rows],

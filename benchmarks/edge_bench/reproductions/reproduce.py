@@ -106,7 +106,7 @@ def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
 
 
 def _whole(folder: Path) -> dict[str, Run]:
-    """The `known` cells of another reproduction; none where its result is damaged, which its own command says."""
+    """The `known` cells of another reproduction; none when its result is damaged; its own command reports that."""
     try:
         return known(folder)
     except ConfigError:

@@ -116,7 +116,7 @@ class Simulation:
         return turns, contents
 
     def lose(self, round_: int, devices: Iterable[str]) -> None:
-        """Forget what those devices kept that lose it before this round."""
+        """Drop the kept arrays of the devices that lose them before this round."""
         for device in devices:
             if round_ in self.mishaps.loses.get(device, ()):
                 self.kept.pop(device, None)
