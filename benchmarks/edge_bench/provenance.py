@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
 
 
 def program() -> str:
-    """What this process was started as: `maskfleet`, or `python -m edge_bench.NAME`."""
+    """What this process was started as: `maskfleet`, or `python -m edge_bench.ROOM.NAME`."""
     spec = sys.modules["__main__"].__spec__
     return Path(sys.argv[0]).stem if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
