@@ -1,4 +1,4 @@
-"""What the round engine remembers of one federation, and what can be asked of it. `engine` holds the rules."""
+"""What the round engine stores of one federation, and what can be asked of it. `engine` holds the rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Stage = Literal["idle", "drawing", "collecting", "aggregating"]
 
 @dataclass(frozen=True)
 class State:
-    """All that the engine remembers of one federation: O(cohort). Times are the caller's seconds, names are sorted."""
+    """All that the engine stores of one federation: O(cohort). Times are the caller's seconds, names are sorted."""
 
     phase: Phase = "recruiting"
     stage: Stage = "idle"

@@ -3,6 +3,7 @@
 A bundle is a folder: `manifest.json` and the parts it names with their SHA-256 (`train.onnx`, `eval.onnx`,
 `weights.safetensors`, `model.pt2`, `model-eval.pt2`). Its digest is the SHA-256 of the manifest's bytes. Nothing in it
 is code.
+
 All parameters lie in one float32 vector of length `manifest.d`, in the order of the parameter table; batch-norm
 statistics in a second one of length `manifest.buffers_d`. `edge_export` builds bundles.
 """

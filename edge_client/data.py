@@ -29,6 +29,7 @@ TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1
 SAMPLES = ("x", "x_val", "x_test")
 CHECKED = 1000  # samples, at most about twice as many, whose scale is looked at
 FAR, NEAR = 10.0, 0.02  # times the model's scale: values beyond the first, or differences below the second, are named
+ADVICE = "write x and y with numpy.savez(path, x=..., y=...)"
 FEWEST = 20  # training samples below which none are kept for validation
 
 
@@ -99,9 +100,9 @@ def split(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Which samples stay and which go to `part` ("test", "validation"), bool[n] each; `group` has one entry a sample.
 
-    Whole groups go, in an order drawn from `seed`, until `part` holds `share` of the samples. When no group is that
-    small, the smallest one goes if the part `must` have samples, and none otherwise. No part takes the only group: one
-    that must have samples raises DataError, another stays empty.
+    Whole groups go in an order drawn from `seed`, up to the first that would exceed `share` of the samples. If that is
+    the first of all, the smallest one goes when the part `must` have samples, and none otherwise. No part takes the
+    only group: one that must have samples raises DataError, another stays empty.
     """
     ids, counts = np.unique(group, return_counts=True)
     if must and len(ids) < 2:
@@ -120,24 +121,23 @@ def split(
 
 def arrays_of(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of an .npz file by name. Raises DataError when it is not one."""
-    advice = "write x and y with numpy.savez(path, x=..., y=...)"
     try:
         with path.open("rb") as file:
             archive = is_zipfile(file)
     except FileNotFoundError:
-        raise DataError(f"there is no data file {path}; {advice}") from None
+        raise DataError(f"there is no data file {path}; {ADVICE}") from None
     except OSError as error:
-        raise DataError(f"data file {path} cannot be read: {error.strerror or error}; {advice}") from None
+        raise DataError(f"data file {path} cannot be read: {error.strerror or error}; {ADVICE}") from None
     if not archive:
-        raise DataError(f"{path} is not a readable .npz file: it is not a zip archive of arrays; {advice}")
+        raise DataError(f"{path} is not a readable .npz file: it is not a zip archive of arrays; {ADVICE}")
     try:
         with np.load(path, allow_pickle=False) as z:
             found = {name: z[name] for name in z}
     except Exception as error:  # zipfile, its decompressors and numpy's parser raise nearly anything on a bad file
-        raise DataError(f"{path} is not a readable .npz file ({type(error).__name__}: {error}); {advice}") from None
+        raise DataError(f"{path} is not a readable .npz file ({type(error).__name__}: {error}); {ADVICE}") from None
     for name, array in found.items():
         if not isinstance(array, np.ndarray):
-            raise DataError(f"{path} holds {name!r}, which is not an array; {advice}")
+            raise DataError(f"{path} holds {name!r}, which is not an array; {ADVICE}")
     return found
 
 
@@ -158,7 +158,7 @@ def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
     """A device's arrays, checked as far as that needs no bundle; `what` names them in errors. Raises DataError."""
     missing = {"x", "y"} - arrays.keys()
     if missing:
-        raise DataError(f"{what} lacks {sorted(missing)}; it has {sorted(arrays)}")
+        raise DataError(f"{what} lacks {sorted(missing)}; it has {sorted(arrays)}: {ADVICE}")
     y = arrays["y"]
     _check_lengths(arrays["x"], y, what)
     if y.dtype.kind not in "fiub":
@@ -190,15 +190,15 @@ def normalised(arrays: Mapping[str, NDArray[Any]], takes: Input) -> Mapping[str,
 
 
 def doubts(arrays: Mapping[str, NDArray[Any]], x: NDArray[Any], takes: Input, what: str) -> Iterator[str]:
-    """What speaks against a file's samples being what the model is made for, a sentence each; `what` names the file.
+    """Reasons to doubt that the samples suit the model, one sentence each; `what` names the file.
 
     `arrays` are as the file has them, `x` [n, *shape] some of the samples as the model takes them.
     """
     if takes.normalisation is None and takes.between is None and "normalised" in arrays:
-        yes = "are" if np.all(arrays["normalised"]) else "are not"
+        mark = "normalised" if np.all(arrays["normalised"]) else "not normalised"
         yield (
-            f"{what} says that its samples {yes} normalised, and the model does not say how raw ones are: they are "
-            "used as they stand, so every device's have to be prepared alike"
+            f"{what}: its samples are marked as {mark}, but the bundle has no normalisation: "
+            "samples are used as they stand, so prepare those of all devices alike"
         )
     off = _off_scale(x[:: max(len(x) // CHECKED, 1)].astype(np.float64), takes)
     if off is not None:

@@ -49,4 +49,7 @@ def global_model(method: Method, course: Course, state: Any, closed: int) -> Per
         downlink = decode(encode(method.downlink(course, closed + 1, state, None)))
         return method.personal(task, None, method.receive(task.assignment, None, downlink))
     except Exception as error:  # code of another package may fail in any way
-        raise ConfigError(f"method {method.name!r} gives no global model ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            f"method {method.name!r} gives no global model ({type(error).__name__}: {error}); "
+            "install the coordinator's version of its package"
+        ) from error

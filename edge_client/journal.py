@@ -168,7 +168,7 @@ class Journal:
 
     @property
     def took_part(self) -> bool:
-        """Whether the coordinator has an update of this device, of which the state folder still knows."""
+        """Whether the coordinator has an update of this device and the state folder still has its record."""
         return bool(self._rounds("kept"))
 
     def kept(self, before: int) -> Arrays:

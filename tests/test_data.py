@@ -264,8 +264,8 @@ def test_samples_far_from_the_model_s_scale_are_named_in_a_sentence(
 
 
 def test_a_mark_of_normalisation_counts_for_nothing_where_the_model_says_nothing_and_that_is_said() -> None:
-    assert ["are normalised" in s for s in doubted(UNIT, {}, normalised=True)] == [True]
-    assert ["are not normalised" in s for s in doubted(UNIT, {}, normalised=False)] == [True]
+    assert ["marked as normalised" in s for s in doubted(UNIT, {}, normalised=True)] == [True]
+    assert ["marked as not normalised" in s for s in doubted(UNIT, {}, normalised=False)] == [True]
     assert not doubted(UNIT, {"between": (0.0, 1.0)}, normalised=True)
     how = {"normalisation": {"mean": (0.5,), "std": (0.3,)}}
     assert not doubted(UNIT, how, normalised=False)

@@ -45,7 +45,7 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 
 @dataclass(frozen=True)
 class Averaged(State):
-    """The mean of the devices' last reflections; with weights their sum float64[d], and the sum of the weights.
+    """The mean of the devices' last reflections. With weights `total` is their weighted sum, float64[d].
 
     Both are 0 before round 1. The sum is exact enough that a far reflection leaves nothing when it is replaced.
     """

@@ -2,7 +2,7 @@
 
 They follow PyTorch's definitions exactly (`torch.optim.SGD` and `Adam`, without weight decay, Nesterov, dampening or
 AMSGrad), so a run here and a run there agree to rounding. An optimiser holds the state of one vector: make one for
-the scores and another for a head trained beside them. Any gradient will do.
+the scores and another for a head trained beside them.
 """
 
 from __future__ import annotations

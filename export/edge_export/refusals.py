@@ -104,7 +104,8 @@ def refuse_parts(module: nn.Module) -> None:
         for name, value in _held(path, part):
             if isinstance(value, nn.Module) and value not in known:
                 raise ModelError(
-                    f"{name!r} is a layer that the module does not know; keep it in a torch.nn.ModuleList or ModuleDict"
+                    f"{name!r} is a layer that is not registered in the module; "
+                    "keep it in a torch.nn.ModuleList or ModuleDict"
                 )
             if isinstance(value, Tensor):
                 _refuse_odd(value, f"tensor {name!r}")

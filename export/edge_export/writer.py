@@ -77,7 +77,8 @@ def export_bundle(
         What raw samples go through before the module, such as ``{"mean": [0.5], "std": [0.25]}``. Devices then hold
         raw samples; `example_batch` is normalised.
     between:
-        Without one, the lowest and the highest value of samples: a device whose own are far from that says so.
+        Without one, the lowest and the highest value of samples. A device prints a warning when its samples are far
+        outside.
 
     Raises
     ------

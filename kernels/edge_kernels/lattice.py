@@ -100,7 +100,9 @@ def decode(data: bytes, known: Known) -> I32:
     if not data:
         return np.zeros(known.d, np.int32)
     if len(data) < 2 or 1 << (data[0] & 15) > MAX_LANES or data[1] * GUESS > HIGHEST - LOWEST:
-        raise CodecError("the first two bytes are not those of Lattice's coder; was another codec used?")
+        raise CodecError(
+            "the first two bytes are not those of Lattice's coder; the payload is damaged, or the versions differ"
+        )
     low, body = data[0] >> 4, 2 + (data[0] >> 4) * bits.size(known.d)
     if len(data) < body:
         raise CodecError(f"{known.d} numbers with {low} low bits take more than {len(data)} bytes; the payload is cut")

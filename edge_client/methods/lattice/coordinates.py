@@ -44,10 +44,10 @@ def weights(net: Network, unit: F32, counts: Counts) -> F32:
     return parameters
 
 
-def closeness(net: Network, base: int, round_: int, pruned: int | None) -> tuple[U32, U32]:
+def closeness(net: Network, base: int, round_: int, pruned: int) -> tuple[U32, U32]:
     """How near the dither of the rounds base .. round_ - 1 came to 0 and 1; the whole network's until `pruned`."""
     size = on_grid(net).size
-    if net.units is None or pruned is None or base > pruned:
+    if net.units is None or base > pruned:
         return grid.closeness(net.course, range(base, round_), size)
     before = grid.closeness(net.origin, range(base, pruned + 1), whole_size(net))
     after, stays = grid.closeness(net.course, range(pruned + 1, round_), size), live(net)

@@ -115,7 +115,7 @@ def read(settings: Settings, a: Assignment, kept: Kept | None, downlink: Payload
         base, held, before = 1, np.zeros(part.size, np.int32), own
         each = vector(downlink, STEPS, len(part.blocks))
         if not (each > 0).all():
-            raise PayloadError("a step of the downlink is not above 0")
+            raise PayloadError("a step of the downlink is not above 0; fetch it again")
     sent = np.zeros(0, np.int32)
     if settings.statistics == "mean":
         sent = batch_norm.read(downlink, batch_norm.numbers(before))
@@ -123,7 +123,7 @@ def read(settings: Settings, a: Assignment, kept: Kept | None, downlink: Payload
     counts = read_counts(a, base, head, data, held, sent, known(settings, net, base, a.round, head.low, held))
     parameters = weights(net, settings.unit(a.course, each), counts)
     if not np.isfinite(parameters).all():
-        raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite")
+        raise PayloadError(f"the downlink of round {a.round} makes a parameter infinite; fetch it again")
     return Received(net, counts, each, head.level, head.samples, own, parameters)
 
 
@@ -134,7 +134,7 @@ def received_network(settings: Settings, a: Assignment, kept: Kept | None, downl
     if UNITS in downlink.arrays:
         return network(a.course, downlink.arrays[UNITS])
     if kept is None or kept.units is None:
-        raise stale(a, "it does not know which units are left")
+        raise stale(a, "it holds no list of the units that are left")
     try:
         return network(a.course, kept.units)
     except PayloadError as error:

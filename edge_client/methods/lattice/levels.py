@@ -25,7 +25,7 @@ def lateness(state: State, n: float) -> tuple[int, int, float]:
 
     `late`: the rounds that its change covers. `like`: those of them without the first round, whose moves are finer than
     all later ones. `grown`: a change takes this many times the bytes of `like` rounds once enough rounds are played.
-    The noise of rounding goes to and fro, so bytes grow as the root of the rounds.
+    The noise of rounding is a random walk, so bytes grow as the root of the number of rounds.
     """
     most = min(round(n), grid.HISTORY)
     late = min(most, state.round)

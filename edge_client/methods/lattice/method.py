@@ -4,8 +4,8 @@ The model is ``w0 + step / K / 2**MIDDLE * N``: the bundle's weights w0, an inte
 step for each tensor, the federation's cohort K.
 
 - **Steps** follow from the median of the first cohort's `rms` (`grid.steps`) and stay. In that round each
-  device's moves are in steps of its own, from its own `rms` and FIRST * the quantum. Until a round counts an update,
-  each is played like the first.
+  device's moves are in steps of its own, from its own `rms` and FIRST * the quantum. Rounds before the first counted
+  update follow the rules of round 1.
 - **Levels.** A move at level j changes N by 2**j. The first level is MIDDLE; one more doubles the step. N keeps its
   unit, and late devices need not know when the level changed.
 - **Up.** A device sends ``m = floor(a + u)`` with its dither u and
@@ -157,32 +157,32 @@ class Lattice(Settings):
         samples = count(payload, "samples", MAX_SAMPLES)
         higher = extra_levels(samples, state.samples) if state.reports else 0
         gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level + higher))
-        each = vector(payload, "rms", len(part.blocks)) if first else None
-        if each is not None:
-            with np.errstate(over="ignore"):
-                step = self.own_steps(a, part, each)
-            if not ((each >= 0).all() and np.isfinite(step).all()):
-                raise PayloadError(f"the rms of {a.device!r} are {each.min()} .. {each.max()}; lower the learning rate")
-        held = batch_norm.numbers(state.statistics)
-        statistics = batch_norm.values(batch_norm.read(payload, held))
+        own_rms = self.read_rms(a, part, payload) if first else None
+        statistics = read_statistics(a, state, payload)
+        size = len(data) + (payload.arrays[STATISTICS].size if statistics.size else 0)
+        return Update(moved, own_rms, statistics, samples, gain, size, 2.0**higher)
+
+    def read_rms(self, a: Assignment, part: Part, payload: Payload) -> F32:
+        """The rms of an update, float32[tensors]. Raises PayloadError for those that make no finite steps."""
+        own_rms = vector(payload, "rms", len(part.blocks))
         with np.errstate(over="ignore"):
-            statistics -= batch_norm.values(held)
-            if not np.isfinite(state.statistics + statistics).all():
-                raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
-        size = len(data) + (payload.arrays[STATISTICS].size if len(held) else 0)
-        return Update(moved, each, statistics, samples, gain, size, 2.0**higher)
+            step = self.own_steps(a, part, own_rms)
+        if not ((own_rms >= 0).all() and np.isfinite(step).all()):
+            least, most = own_rms.min(), own_rms.max()
+            raise PayloadError(f"the rms of {a.device!r} are {least} .. {most}; lower the learning rate")
+        return own_rms
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         """The moves count with the samples that they are weighted by, so their sum is norm times weight."""
         part = on_grid(network(a.course, self.current(a.course, a.round, state).units))
         statistics = float(np.sqrt(np.square(update.statistics, dtype=np.float64).sum()))
-        each = np.array([np.abs(update.moves[p]).sum(dtype=np.int64) for p in part.places]) * update.scale
+        sums = np.array([np.abs(update.moves[p]).sum(dtype=np.int64) for p in part.places]) * update.scale
         if update.rms is not None:
-            own = self.own_steps(a, part, update.rms).astype(np.float64)
-            few = FEW * float(own @ [p.stop - p.start for p in part.places]) / max(1, part.size)
-            return Influence(max(float(own @ each), few), update.samples, statistics)
+            step = self.own_steps(a, part, update.rms).astype(np.float64)
+            few = FEW * float(step @ [p.stop - p.start for p in part.places]) / max(1, part.size)
+            return Influence(max(float(step @ sums), few), update.samples, statistics)
         few = FEW * min(1.0, update.samples / state.samples) if state.samples else FEW
-        return Influence(max(float(each.sum()), few) / update.samples, update.samples, statistics)
+        return Influence(max(float(sums.sum()), few) / update.samples, update.samples, statistics)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """Moves times `scale`, and in the new weight's proportion where they are weighted already."""
@@ -231,7 +231,7 @@ class Lattice(Settings):
         """N with the round's moves in it; the level of the next ones; the pruning after the last dense round."""
         state = skipped(self.current(course, round_, state), round_)
         net = network(course, state.units)
-        each, moved = self.summed(course, on_grid(net), state, total)
+        step, moved = self.summed(course, on_grid(net), state, total)
         after, residual, velocity = applied(state, moved, self.server_momentum)
         counts, statistics = after.astype(np.int32), mean_statistics(state, total)
         finest = min(state.lowest, state.cell)
@@ -239,7 +239,7 @@ class Lattice(Settings):
         bad = self.guarded(net) and median_low(total.gains) > 0
         now = replace(
             state,
-            counts=counts, steps=each, statistics=statistics, residual=residual, velocity=velocity,
+            counts=counts, steps=step, statistics=statistics, residual=residual, velocity=velocity,
             # with coarser cells N moves onto them: the change may be finer than a cell, N is not
             history=state.history.then(counts - state.counts, finest if state.coarser else state.cell),
             lowest=state.cell if state.coarser else finest,
@@ -258,8 +258,8 @@ class Lattice(Settings):
         if state.reports:
             return state.steps, total.moves * (course.cohort * state.samples / weight)
         middle = np.median(np.stack(total.rms).astype(np.float64), axis=0).astype(np.float32)
-        each = steps(part, middle, self.first_quantum(course), course.cohort)
-        return each, total.moves * (course.cohort / weight) / spread(part, each)
+        step = steps(part, middle, self.first_quantum(course), course.cohort)
+        return step, total.moves * (course.cohort / weight) / spread(part, step)
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
         """The state with the levels of the next round: as the budget has them, and lower after bad rounds."""
@@ -275,10 +275,10 @@ class Lattice(Settings):
             state = replace(state, level=state.level - 1, bad=0)
         return state
 
-    def within_budget(self, course: Course, round_: int, state: State, n: float, each: float) -> State:
-        """The state with coarser cells or moves if the rounds left, of `each` bytes, need more than is left."""
+    def within_budget(self, course: Course, round_: int, state: State, n: float, bytes_: float) -> State:
+        """The state with coarser cells or moves if the rounds left, of `bytes_` each, need more than is left."""
         left = self.allowed(network(course, state.units), n) - state.spent
-        need = (course.rounds - round_ + n) * each / max(each, left)
+        need = (course.rounds - round_ + n) * bytes_ / max(bytes_, left)
         if need <= 1:
             return state
         cells = levels.coarsest(state, n, course.rounds)
@@ -312,8 +312,8 @@ class Lattice(Settings):
         change = part.gather(own.parameters) - part.gather(received.parameters)
         arrays: Arrays = {}
         if not received.samples:
-            arrays["rms"] = each = rms(part, change)
-            level, step, share = received.level, self.own_steps(a, part, each), 1.0
+            arrays["rms"] = rms(part, change)
+            level, step, share = received.level, self.own_steps(a, part, arrays["rms"]), 1.0
         else:
             level = received.level + extra_levels(task.samples, received.samples)
             step, share = received.steps, task.samples / received.samples * 2.0 ** (MIDDLE - level)
@@ -350,6 +350,17 @@ def skipped(state: State, round_: int) -> State:
     return state
 
 
+def read_statistics(a: Assignment, state: State, payload: Payload) -> F32:
+    """The change of the statistics in an update, float32[buffers_d]. Raises PayloadError."""
+    held = batch_norm.numbers(state.statistics)
+    statistics = batch_norm.values(batch_norm.read(payload, held))
+    with np.errstate(over="ignore"):
+        statistics -= batch_norm.values(held)
+        if not np.isfinite(state.statistics + statistics).all():
+            raise PayloadError(f"the change of {a.device!r} makes a statistic infinite; lower the learning rate")
+    return statistics
+
+
 def mean_statistics(state: State, total: Total) -> F32:
     """The server's statistics after the round; none when they stay on the devices."""
     if not len(state.statistics):
@@ -360,7 +371,7 @@ def mean_statistics(state: State, total: Total) -> F32:
 def applied(state: State, moved: NDArray[np.float64], most: float) -> tuple[NDArray[np.float64], F32, F32]:
     """N after a sum of moves, float64[n]; what it lacks and the velocity, float32[n].
 
-    N changes by whole cells. With cells above the moves N itself moves onto them, so that it takes few bytes in whole.
+    N changes by whole cells. With cells above the moves N itself moves onto the cells: a whole N then takes few bytes.
     """
     step, velocity = accelerated(np.ldexp(moved, state.level), state.velocity, most)
     cell, counts = 2.0**state.cell, state.counts.astype(np.float64)

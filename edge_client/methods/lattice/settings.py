@@ -95,8 +95,9 @@ class Settings(LocalSgd):
         return 8 * (trainable(model.manifest).size + self.buffers(model)) / self.budget
 
     def allowed(self, net: Network, deliveries: float) -> float:
-        """Coded bytes that a device may send and receive in all rounds and, so often, after the last one.
+        """Coded bytes that a device may send and receive in all rounds, plus `deliveries` downlinks after the last one.
 
+        A downlink counts as half a round.
         A smaller network has the budget of its own size, from the first round that trained it.
         """
         whole, now = (max(self.round_budget(model), LEAST) for model in (net.origin.model, net.model))

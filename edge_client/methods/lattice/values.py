@@ -67,14 +67,17 @@ class State:
 
 @dataclass(frozen=True)
 class Record:
-    """The last round in which an update of the device was counted. It holds N as at the start of that."""
+    """The last round in which an update of the device was counted.
+
+    The device holds N as it was at the start of that round.
+    """
 
     round: int
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a device received at the start of its last round; when statistics stay local, its own ones of the end.
+    """What a device received at the start of its last round. Local statistics are those at the end of that round.
 
     `units` are those of the network of that round, packed bits; None for the whole network.
     """

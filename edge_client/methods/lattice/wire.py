@@ -87,7 +87,7 @@ def read_moves(a: Assignment, data: bytes, known: Known) -> tuple[float, Counts]
             "another model or place; the device trains again"
         )
     if int(moves.max(initial=0)) > MOST_MOVE or int(moves.min(initial=0)) < -MOST_MOVE:
-        raise PayloadError(f"a move of {a.device!r} leaves +-{MOST_MOVE}; lower the learning rate")
+        raise PayloadError(f"a move of {a.device!r} leaves +-{MOST_MOVE}; lower the learning rate or raise quantum")
     return head.gain, moves
 
 

@@ -149,7 +149,10 @@ class BernoulliMasks(MaskedNetwork):
     @model_validator(mode="after")
     def _can_aggregate(self) -> BernoulliMasks:
         if self.aggregate == "difference" and not self.referenced:
-            raise ValueError("aggregate='difference' needs a reference mask that the server knows; this one has none")
+            raise ValueError(
+                "aggregate='difference' needs a reference mask that the server can draw, and this method has none; "
+                "set aggregate='posterior'"
+            )
         if self.aggregate == "difference" and self.spread:
             raise ValueError("aggregate='difference' counts steps from one theta0; set spread = 0")
         if self.aggregate == "difference" and (idle := ", ".join(self.shaping())):

@@ -72,7 +72,7 @@ def fingerprint(mask: Packed, values: F32) -> str:
 def check_fingerprint(payload: Payload, held: str, error: type[PayloadError]) -> None:
     """Raise `error` unless the payload was made for the model that is held here."""
     if (said := payload.meta.get("fingerprint")) != held:
-        raise error(f"the payload is for the pruned model {said!r}, but {held!r} is held here")
+        raise error(f"the payload is for the pruned model {said!r}, but {held!r} is held here; the device trains again")
 
 
 def encoded_mask(manifest: Manifest, mask: Bits) -> Packed:
