@@ -27,7 +27,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from coord_server.engine import choose_cohort
 from edge_bench import provenance
 from edge_bench.command_line import check_writable, known_names, run_module, write_json
-from edge_bench.simulation.simulate import run
+from edge_bench.simulation.simulate import Simulated, run
 from edge_bench.simulation.workers import cores
 from edge_bench.timing.speed_case import CASES, Case, export, name_of, samples, train
 from edge_client.bundle import MANIFEST, Bundle, digest
@@ -46,7 +46,7 @@ def plain_loop(case: Case) -> tuple[float, torch.Tensor]:
             started = time.perf_counter()
         total, sums = torch.zeros_like(model), [torch.zeros(b.shape) for b in statistics]
         for name in choose_cohort(config, tuple(names), round_, 1, case.cohort):
-            vector_to_parameters(model, net.parameters())
+            vector_to_parameters(model.clone(), net.parameters())  # which become views of the vector
             with torch.no_grad():
                 for b, value in zip(net.buffers(), statistics, strict=True):
                     b.copy_(value)
@@ -59,8 +59,8 @@ def plain_loop(case: Case) -> tuple[float, torch.Tensor]:
     return time.perf_counter() - started, model
 
 
-def simulator(case: Case, bundle: Bundle, processes: int) -> float:
-    """Seconds of the rounds after the first, of this project's simulator."""
+def simulator(case: Case, bundle: Bundle, processes: int, models: bool = False) -> tuple[float, Simulated]:
+    """Seconds of the rounds after the first, of this project's simulator, and how the run ended."""
     devices = {}
     for d in range(case.devices):
         x, y = samples(case, d)
@@ -68,19 +68,19 @@ def simulator(case: Case, bundle: Bundle, processes: int) -> float:
     stamps: list[float] = []
     config = case.config().model_copy(update={"bundle": digest((bundle.folder / MANIFEST).read_bytes())})
     trainer = open_trainer("onnxruntime", bundle)
-    run(
-        config, case.method, bundle, trainer, devices, processes=processes, models=False,
+    ended = run(
+        config, case.method, bundle, trainer, devices, processes=processes, models=models,
         progress=lambda row: stamps.append(time.perf_counter()),
     )  # fmt: skip
-    return stamps[-1] - stamps[0]
+    return stamps[-1] - stamps[0], ended
 
 
 def measure(case: Case, folder: Path, flower: Callable[[Case], float] | None) -> dict[str, Any]:
     """Device-rounds per second of each simulator, the best of two turns of each."""
     bundle, turns = export(case, folder / case.name), case.cohort * (case.rounds - 1)
     runs: dict[str, Callable[[], float]] = {
-        "maskfleet, one process": lambda: simulator(case, bundle, 1),
-        f"maskfleet, {cores()} processes": lambda: simulator(case, bundle, cores()),
+        "maskfleet, one process": lambda: simulator(case, bundle, 1)[0],
+        f"maskfleet, {cores()} processes": lambda: simulator(case, bundle, cores())[0],
         "plain PyTorch loop": lambda: plain_loop(case)[0],
     }
     if flower is not None:
