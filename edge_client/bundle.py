@@ -314,6 +314,11 @@ class Bundle:
             raise BundleError(f"{folder} holds no {MANIFEST}; name a folder written by `maskfleet export`")
         return Bundle(parse_manifest(path.read_bytes()), folder)
 
+    @property
+    def address(self) -> str:
+        """The bundle's name at a coordinator: the SHA-256 of its manifest's bytes."""
+        return digest((self.folder / MANIFEST).read_bytes())
+
     def part(self, name: str) -> Path:
         """Path of a part whose bytes match the manifest. Raises BundleError."""
         path, entry = self.folder / name, self.manifest.parts.get(name)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from edge_client.bundle import MANIFEST, Bundle, Manifest, digest
+from edge_client.bundle import Bundle, Manifest, digest
 from edge_client.errors import PayloadError
 from edge_client.protocol.metrics import METRICS, apart
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Meta, Payload, decode
@@ -28,7 +28,7 @@ AnyArray = np.ndarray[Any, Any]
 def bundle(folder: Annotated[Path, typer.Argument(help="A bundle's folder.")]) -> None:
     """Show what a bundle holds, and check its parts against their digests."""
     opened = Bundle.open(folder)
-    _print_manifest(opened.manifest, digest((folder / MANIFEST).read_bytes()))
+    _print_manifest(opened.manifest, opened.address)
     for name in opened.manifest.parts:
         opened.part(name)
     typer.echo("all parts match their digests")

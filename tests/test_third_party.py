@@ -22,7 +22,7 @@ from edge_kernels.codecs import values
 from numpy_mlp import mlp
 
 from edge_client import method_inspection, toml
-from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
+from edge_client.bundle import MANIFEST, Bundle, parse_manifest
 from edge_client.data import DataFile, DeviceData, fit
 from edge_client.errors import BundleError, ConfigError, DataError, MeterError
 from edge_client.measure.meters import choose
@@ -169,7 +169,7 @@ def devices(bundle: Bundle) -> dict[str, DeviceData]:
 def federation(bundle: Bundle, devices: dict[str, DeviceData], cohort: int = 3, **table: object) -> Simulated:
     """Six rounds of a method on the package's trainer."""
     method = make_method(dict(table))
-    address = digest((bundle.folder / MANIFEST).read_bytes())
+    address = bundle.address
     config = FederationConfig(name="acme", bundle=address, method=dict(table), rounds=6, cohort=cohort, min_devices=3)
     return run(config, method, bundle, open_trainer("acme-numpy", bundle), devices)
 

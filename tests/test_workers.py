@@ -22,7 +22,7 @@ from federation import until
 from processes import ended
 
 from coord_server import aggregation
-from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, DivergedError, LostError, MaskfleetError
 from edge_client.methods import make_method
@@ -53,7 +53,7 @@ def devices(bundle: Bundle) -> dict[str, DeviceData]:
 def simulate(
     bundle: Bundle, devices: dict[str, DeviceData], method: dict[str, Any], rounds: int = 3, **options: Any
 ) -> Simulated:
-    address = digest((bundle.folder / MANIFEST).read_bytes())
+    address = bundle.address
     config = FederationConfig(name="x", bundle=address, method=method, rounds=rounds, cohort=3, seed=5)
     trainer = open_trainer("onnxruntime", bundle)
     return run(config, make_method(method), bundle, trainer, devices, evaluate_every=2, final_epochs=True, **options)

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from edge_kernels import counter
+
+from edge_client import bundle, graphs
 from edge_client.bundle import MANIFEST, Bundle
 from edge_client.errors import BundleError, ConfigError
 
@@ -104,6 +107,6 @@ def recipe() -> str:
     here = Path(__file__).parent
     exporter = find_spec("edge_export")
     places = [] if exporter is None else [Path(p) for p in exporter.submodule_search_locations or ()]
-    files = [here / "pretrain.py", here / "data" / "sources.py", *sorted((here / "models").glob("*.py"))]
-    files += [file for place in places for file in sorted(place.glob("*.py"))]
+    files = [here / "pretrain.py", *(Path(module.__file__ or "") for module in (bundle, graphs, counter))]
+    files += [file for place in (here / "data", here / "models", *places) for file in sorted(place.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

@@ -174,13 +174,8 @@ def warnings(
     found = []
     for label, r in records.items():
         score, bases = r["score_mean"], {"the bundle's own start": r["score_start"]}
-        hints: Sequence[str] = methods[label].hints(model)
         if alone is not None and alone != label:
             bases["training alone"] = records[alone]["score_mean"]
-            own, epochs = (getattr(methods[which], "epochs", None) for which in (label, alone))
-            hints = _advice(hints, own, alone, epochs)
-        if rate := _rate(methods[label], model):
-            hints = [f"lr (here {rate:g})" if hint == "lr" else hint for hint in hints]
         if limited := guard.said(r.get("guarded", 0)):
             found.append(f"{label}: {limited}")
         if r.get("kept_share") == 1 and (unpruned := methods[label].unpruned()):
@@ -194,11 +189,21 @@ def warnings(
             worse[f"{rival}'s score"] = scores[rival]
         if not worse and best is not None and scores[best] > 0 and score < scores[best] / 2 - least:
             worse[f"half of {best}'s score"] = scores[best]
-        after = r.get("score_mean_after_local_epochs")
+        after, hints = r.get("score_mean_after_local_epochs"), _hints(label, methods, alone, model)
         for than, base in worse.items():
             own_model = [PERSONAL.format(after)] if after is not None and after >= base else []
             found += [said] if (said := below(label, score, base, than, [*own_model, *hints])) else []
     return found
+
+
+def _hints(label: str, methods: Mapping[str, Method], alone: str | None, model: Model | None) -> Sequence[str]:
+    """What most often helps the method of this label, with its rate and with how many epochs training alone has."""
+    hints: Sequence[str] = methods[label].hints(model)
+    if alone is not None and alone != label:
+        own, epochs = (getattr(methods[which], "epochs", None) for which in (label, alone))
+        hints = _advice(hints, own, alone, epochs)
+    rate = _rate(methods[label], model)
+    return [f"lr (here {rate:g})" if rate and hint == "lr" else hint for hint in hints]
 
 
 def warn(console: Console, sentences: list[str]) -> None:

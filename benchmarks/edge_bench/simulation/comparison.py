@@ -12,7 +12,7 @@ from coord_server import aggregation
 from edge_bench.simulation.file import SimulationConfig
 from edge_bench.simulation.simulate import RoundRow, Simulated, run
 from edge_client.authored import described, place_of
-from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import Method
@@ -44,7 +44,7 @@ def run_all(
     trainer = open_trainer(config.backend, bundle, config.threads)
     course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
     warn([f"{label}: {said}" for label, method in methods.items() if (said := _caution(method, course))])
-    address = digest((bundle.folder / MANIFEST).read_bytes())
+    address = bundle.address
     results = {}
     for label, method in methods.items():
         federation = FederationConfig(

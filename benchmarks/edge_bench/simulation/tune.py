@@ -34,7 +34,7 @@ from edge_bench.simulation.file import SimulationConfig, prepare, read_simulatio
 from edge_bench.simulation.simulate import RoundRow
 from edge_client import toml
 from edge_client.authored import is_place
-from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import Method, Range, Search
@@ -182,7 +182,7 @@ def _check_same(study: optuna.Study, label: str, plan: Plan, method: Method) -> 
     """Refuse a file with trials of another configuration."""
     config = plan.config.model_dump(mode="json", exclude={"methods", "processes", "bundle"})
     what = {
-        "bundle": digest((plan.bundle.folder / MANIFEST).read_bytes()), "config": config, "seed": plan.seed,
+        "bundle": plan.bundle.address, "config": config, "seed": plan.seed,
         "table": plan.config.methods[label], "most_bytes": plan.most_bytes,
         "search": {k: vars(v) if isinstance(v, Range) else list(v) for k, v in method.search.items()},
         "revision": method.revision,

@@ -20,7 +20,7 @@ from edge_bench.simulation.file import find_bundle
 from edge_bench.simulation.simulate import Mishaps, Simulated, Simulation, run
 from edge_bench.simulation.workers import Site, Trained, Workers
 from edge_bench.testing.require import require
-from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import PayloadError
 from edge_client.methods import Method
@@ -43,7 +43,7 @@ class Ground:
 
     def federation(self, method: Method, rounds: int, cohort: int, least: int = 3) -> FederationConfig:
         """A federation of this method on this bundle."""
-        address = digest((self.bundle.folder / MANIFEST).read_bytes())
+        address = self.bundle.address
         table = {"name": method.name, **method.model_dump(mode="json")}
         return FederationConfig(
             name=method.name, bundle=address, method=table, rounds=rounds, cohort=cohort, min_devices=least,

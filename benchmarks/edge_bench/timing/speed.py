@@ -30,7 +30,7 @@ from edge_bench.command_line import check_writable, known_names, run_module, wri
 from edge_bench.simulation.simulate import Simulated, run
 from edge_bench.simulation.workers import cores
 from edge_bench.timing.speed_case import CASES, Case, export, name_of, samples, train
-from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.training import open_trainer
 
@@ -66,7 +66,7 @@ def simulator(case: Case, bundle: Bundle, processes: int, models: bool = False) 
         x, y = samples(case, d)
         devices[name_of(case, d)] = DeviceData(x, y, x[:0], y[:0], x[:0], y[:0])
     stamps: list[float] = []
-    config = case.config().model_copy(update={"bundle": digest((bundle.folder / MANIFEST).read_bytes())})
+    config = case.config().model_copy(update={"bundle": bundle.address})
     trainer = open_trainer("onnxruntime", bundle)
     ended = run(
         config, case.method, bundle, trainer, devices, processes=processes, models=models,
