@@ -315,8 +315,8 @@ class Bundle:
         return Bundle(parse_manifest(path.read_bytes()), folder)
 
     @property
-    def address(self) -> str:
-        """The bundle's name at a coordinator: the SHA-256 of its manifest's bytes."""
+    def sha256(self) -> str:
+        """Of the manifest's bytes: the bundle's address at a coordinator."""
         return digest((self.folder / MANIFEST).read_bytes())
 
     def part(self, name: str) -> Path:

@@ -28,7 +28,7 @@ AnyArray = np.ndarray[Any, Any]
 def bundle(folder: Annotated[Path, typer.Argument(help="A bundle's folder.")]) -> None:
     """Show what a bundle holds, and check its parts against their digests."""
     opened = Bundle.open(folder)
-    _print_manifest(opened.manifest, opened.address)
+    _print_manifest(opened.manifest, opened.sha256)
     for name in opened.manifest.parts:
         opened.part(name)
     typer.echo("all parts match their digests")

@@ -212,7 +212,7 @@ def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
 def test_each_model_that_a_device_may_end_with_becomes_a_file(name: str, tmp_path: Path) -> None:
     there, device = methods.middle(made(name), digits(), 2), min(digits().devices)
     turns, downlinks = there.sim.turns(3, {device: 0})
-    task = there.sim.workers._bench.task(3, turns[0])
+    task = there.sim.workers._kit.task(3, turns[0])
     content, how = payload.decode(downlinks[turns[0].audience]), there.sim.method
     sizes = {}
     for source in ("global", "local"):

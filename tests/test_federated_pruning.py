@@ -14,7 +14,7 @@ from edge_client.errors import LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.fedavg import FedAvg, Update
 from edge_client.methods.federated_pruning import FederatedPruning, Holds, Kept, State
-from edge_client.methods.shared.shrinking import counts, live
+from edge_client.methods.shared.shrinking import counts, parameters_with
 from edge_client.methods.shared.units import Units, whole
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment
@@ -112,15 +112,15 @@ def test_units_travel_once_for_each_choice_and_the_rest_is_live_float32() -> Non
         known = "a" in records and records["a"].units.tobytes() == state.units.tobytes()
         down = method.downlink(C, round_, state, records.get("a"))
         assert ("units" not in down.arrays) == known
-        assert down.arrays["parameters"].nbytes == 4 * chosen(state).places.size == 4 * live(M, [5, 4])
+        assert down.arrays["parameters"].nbytes == 4 * chosen(state).places.size == 4 * parameters_with(M, [5, 4])
         assert method.audience(C, round_, records.get("a")) == (
             "new" if round_ == 1 else chosen_of(records["a"]).digest
         )
         state = play(method, state, round_, kept, records, "a", "b")
     up, down_bytes = method.paper_bytes(C.model)
-    share = live(M, [5, 4]) / M.d
+    share = parameters_with(M, [5, 4]) / M.d
     entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share))
-    assert up == down_bytes == 4 * live(M, [5, 4]) + np.ceil(M.d * entropy / 16)
+    assert up == down_bytes == 4 * parameters_with(M, [5, 4]) + np.ceil(M.d * entropy / 16)
 
 
 def chosen_of(record: Holds) -> Units:
@@ -150,7 +150,7 @@ def test_the_personal_model_is_the_chosen_network_alone_and_it_learns() -> None:
     got = method.receive(t.assignment, kept["a"], method.downlink(C, 7, state, records["a"]))
     personal = method.personal(t, kept["a"], got)
     assert personal.mask is not None
-    assert np.count_nonzero(personal.mask) == live(M, [5, 4])
+    assert np.count_nonzero(personal.mask) == parameters_with(M, [5, 4])
     assert not personal.parameters[~personal.mask].any()
     assert t.score(personal) > 0.8
 
@@ -168,21 +168,21 @@ def test_a_device_without_the_units_says_so() -> None:
     ("change", "why"),
     [
         ({"parameters": np.zeros(M.d, np.float32)}, "float32 values are due"),
-        ({"parameters": np.full(live(M, [5, 4]), np.inf, np.float32)}, "NaN or infinity"),
+        ({"parameters": np.full(parameters_with(M, [5, 4]), np.inf, np.float32)}, "NaN or infinity"),
         ({"buffers": np.zeros(1, np.float32)}, "float32 values are due"),
         ({"units": whole(M).packed}, "units"),
     ],
 )
 def test_a_hostile_update_is_refused(change: dict[str, Any], why: str) -> None:
     method = FederatedPruning()
-    arrays = {"parameters": np.zeros(live(M, [5, 4]), np.float32), "buffers": NONE, **change}
+    arrays = {"parameters": np.zeros(parameters_with(M, [5, 4]), np.float32), "buffers": NONE, **change}
     with pytest.raises(PayloadError, match=why):
         method.read_update(A, method.start(C), None, Payload(arrays, {"samples": 3}))
 
 
 def test_an_update_without_its_samples_is_refused() -> None:
     method = FederatedPruning()
-    arrays = {"parameters": np.zeros(live(M, [5, 4]), np.float32), "buffers": NONE}
+    arrays = {"parameters": np.zeros(parameters_with(M, [5, 4]), np.float32), "buffers": NONE}
     with pytest.raises(PayloadError, match="samples"):
         method.read_update(A, method.start(C), None, Payload(arrays))
 

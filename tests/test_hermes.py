@@ -18,7 +18,7 @@ from edge_client.bundle import F32, Init, Tensor, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
-from edge_client.methods.shared.shrinking import counts, live, shrunk, strongest
+from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
 from edge_client.methods.shared.units import Units, whole
 from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import Payload, decode, encode
@@ -82,7 +82,9 @@ def test_the_slope_of_the_group_lasso_is_its_numerical_derivative() -> None:
 
 def test_the_live_parameters_are_those_of_the_narrow_network() -> None:
     for structure in (units(), units(0, 3, 11), units(*range(9), *range(10, 17))):
-        assert live(M, counts(structure)) == structure.places.size == narrow(M, structure.channels).manifest.d
+        assert (
+            parameters_with(M, counts(structure)) == structure.places.size == narrow(M, structure.channels).manifest.d
+        )
 
 
 @given(st.floats(0.01, 1.2), st.lists(st.integers(0, 17), max_size=8))
@@ -92,17 +94,17 @@ def test_a_step_removes_as_few_units_as_reach_the_size_and_the_same_share_of_eac
     start = units(*(i for i in removed if i not in (0, 10)))
     now, most = counts(start), share * M.d
     after = shrunk(start, most)
-    if live(M, now) <= most:
+    if parameters_with(M, now) <= most:
         assert after == now
         return
     least = [1] * len(now)
     assert all(1 <= n <= before for n, before in zip(after, now, strict=True))
-    assert live(M, after) <= most or after == least
+    assert parameters_with(M, after) <= most or after == least
     lost = [(before - n) / before for n, before in zip(after, now, strict=True)]
     for (n, before), mine in zip(zip(after, now, strict=True), lost, strict=True):
         assert n == 1 or mine + 1 / before >= max(lost) - 1e-9  # within one unit of the layer that lost most
     back = max(range(len(now)), key=lambda i: (lost[i], i))  # the last unit removed was needed
-    assert live(M, [n + (i == back) for i, n in enumerate(after)]) > most
+    assert parameters_with(M, [n + (i == back) for i, n in enumerate(after)]) > most
 
 
 def test_the_units_of_least_norm_go_and_removed_ones_stay_removed() -> None:
@@ -144,7 +146,7 @@ def test_a_device_prunes_only_above_the_threshold_and_above_the_target() -> None
         (Hermes(threshold=-1, target=1), False),
     ):
         kept = method.local_round(t, None, start).kept
-        assert (live(M, counts(Units(M, bits.unpack(kept.units, 18)))) < M.d) == prunes
+        assert (parameters_with(M, counts(Units(M, bits.unpack(kept.units, 18)))) < M.d) == prunes
     blind = task(M)  # no validation samples: the score is 0
     assert Hermes(threshold=0).local_round(blind, None, start).kept.units.tobytes() == start.units.packed.tobytes()
     assert "threshold = 0, and it is 0 without validation samples" in str(Hermes(threshold=0).unpruned())
@@ -158,7 +160,7 @@ def test_pruning_lands_on_the_target_with_steps_of_the_rate_and_never_grows_agai
     for _ in range(8):
         local = method.local_round(t, None, now)
         own = Units(M, bits.unpack(local.kept.units, 18))
-        ratios.append(live(M, counts(own)) / M.d)
+        ratios.append(parameters_with(M, counts(own)) / M.d)
         sets.append(own.alive)
         now = Received(own, local.trained.parameters, NONE, own.digest)
     one_unit = 18 / M.d  # the most parameters that a unit of M has: 6 + 1 inputs, 8 outputs; 10 + 1, 3

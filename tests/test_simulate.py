@@ -403,7 +403,7 @@ def test_a_wrong_method_is_named_before_bundle_and_data_are_opened(tmp_path: Pat
 def test_a_federation_that_cannot_run_says_where_it_stands(bundle: Bundle, devices: dict[str, DeviceData]) -> None:
     stuck = FederationConfig(
         name="x",
-        bundle=bundle.address,
+        bundle=bundle.sha256,
         method={"name": "fedavg"},
         rounds=1,
         cohort=9,
@@ -455,7 +455,7 @@ def test_a_downlink_is_made_once_for_each_audience(bundle: Bundle, devices: dict
             made.append((round_, self.audience(course, round_, record)))
             return super().downlink(course, round_, state, record)
 
-    method, address = Spy(), bundle.address
+    method, address = Spy(), bundle.sha256
     federation = FederationConfig(name="x", bundle=address, method={}, rounds=4, cohort=3, min_devices=4)
     run(federation, method, bundle, open_trainer("onnxruntime", bundle), devices, evaluate_every=1)
     assert len(made) == len(set(made))
@@ -473,7 +473,7 @@ def test_scores_of_all_devices_between_the_rounds_change_nothing_of_a_run(
                 raise LostError("the body is gone")
             return super().receive(a, kept, downlink)
 
-    method, address = Forgetful(num_layers=1, global_rounds=1), bundle.address
+    method, address = Forgetful(num_layers=1, global_rounds=1), bundle.sha256
     federation = FederationConfig(name="x", bundle=address, method={}, rounds=4, cohort=4, min_devices=4)
     trainer = open_trainer("onnxruntime", bundle)
     plain, looked = (run(federation, method, bundle, trainer, devices, often) for often in (0, 1))

@@ -169,7 +169,7 @@ def devices(bundle: Bundle) -> dict[str, DeviceData]:
 def federation(bundle: Bundle, devices: dict[str, DeviceData], cohort: int = 3, **table: object) -> Simulated:
     """Six rounds of a method on the package's trainer."""
     method = make_method(dict(table))
-    address = bundle.address
+    address = bundle.sha256
     config = FederationConfig(name="acme", bundle=address, method=dict(table), rounds=6, cohort=cohort, min_devices=3)
     return run(config, method, bundle, open_trainer("acme-numpy", bundle), devices)
 

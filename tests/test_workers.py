@@ -53,7 +53,7 @@ def devices(bundle: Bundle) -> dict[str, DeviceData]:
 def simulate(
     bundle: Bundle, devices: dict[str, DeviceData], method: dict[str, Any], rounds: int = 3, **options: Any
 ) -> Simulated:
-    address = bundle.address
+    address = bundle.sha256
     config = FederationConfig(name="x", bundle=address, method=method, rounds=rounds, cohort=3, seed=5)
     trainer = open_trainer("onnxruntime", bundle)
     return run(config, make_method(method), bundle, trainer, devices, evaluate_every=2, final_epochs=True, **options)

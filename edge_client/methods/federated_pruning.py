@@ -28,7 +28,7 @@ from edge_client.bundle import F32, Model, Packed
 from edge_client.errors import LostError
 from edge_client.methods import Influence
 from edge_client.methods.shared.averaging import Total, Update, Weights, added, influence, limited
-from edge_client.methods.shared.shrinking import counts, live, strongest
+from edge_client.methods.shared.shrinking import counts, parameters_with, strongest
 from edge_client.methods.shared.units import UNITS, Units, carried, held, read_units, unpacked, whole
 from edge_client.methods.shared.value_changes import Coded
 from edge_client.parts import frozen
@@ -196,7 +196,7 @@ class FederatedPruning(Coded):
         return [max(1, round(self.keep * n)) for n in counts(whole(model.manifest))]
 
     def _live(self, model: Model) -> int:
-        return live(model.manifest, self._counts(model))
+        return parameters_with(model.manifest, self._counts(model))
 
     def _choose(self, model: Model, parameters: F32) -> Units:
         return strongest(whole(model.manifest), parameters, self._counts(model))

@@ -32,8 +32,8 @@ from edge_client.bundle import F32, Model, Packed, views
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import ALL, Influence
 from edge_client.methods.shared.averaging import distance, toward
-from edge_client.methods.shared.shrinking import counts, live, shrunk, strongest
-from edge_client.methods.shared.units import UNITS, Units, carried, held, read_units, unpacked, whole
+from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
+from edge_client.methods.shared.units import UNITS, Units, carried, held, read_units, require_groups, unpacked, whole
 from edge_client.methods.shared.value_changes import Coded
 from edge_client.parts import frozen
 from edge_client.protocol.payload import Payload, allow_only, vector
@@ -119,7 +119,7 @@ class Hermes(Coded):
     # --- server half
 
     def start(self, course: Course) -> State:
-        whole(course.model.manifest)  # a model without units is refused here
+        require_groups(course.model.manifest)
         return State(course.model.parameters.copy())
 
     def audience(self, course: Course, round_: int, record: Structure | None) -> str:
@@ -242,7 +242,7 @@ class Hermes(Coded):
     def _prune(self, task: Task, received: Received) -> Units:
         """The units after this round's step: fewer when the gate is open."""
         units, m = received.units, received.units.manifest
-        now = live(m, counts(units))
+        now = parameters_with(m, counts(units))
         model = Personal(received.parameters[units.places], received.buffers[units.small.buffers])
         if now <= self.target * m.d or task.narrow(units.channels).score(model, "validation") <= self.threshold:
             return units

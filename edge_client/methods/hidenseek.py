@@ -21,7 +21,7 @@ from pydantic import Field
 from edge_client.bundle import F32, Model, views
 from edge_client.errors import ConfigError
 from edge_client.methods.shared.signs import Record, SignMasks
-from edge_client.methods.shared.units import UNITS, Same, Units, chosen
+from edge_client.methods.shared.units import UNITS, ByIdentity, Units, chosen
 from edge_client.task import Course
 from edge_client.training.gates import Gate, SignTanh
 
@@ -73,7 +73,7 @@ class HideNseek(SignMasks):
                 f"{[g.name for g in m.groups]} of bundle {m.name!r}; name some of them, or set keep = 1"
             )
         try:
-            return flowing(Same(model), tuple(named), keep, self.iterations)
+            return flowing(ByIdentity(model), tuple(named), keep, self.iterations)
         except ValueError as error:
             raise ConfigError(
                 f"SynFlow prunes layers in one row, and those of bundle {m.name!r} are not; set keep = 1 to prune "
@@ -82,7 +82,7 @@ class HideNseek(SignMasks):
 
 
 @lru_cache(maxsize=4)
-def flowing(model: Same, groups: tuple[str, ...], keep: float, iterations: int) -> Units:
+def flowing(model: ByIdentity, groups: tuple[str, ...], keep: float, iterations: int) -> Units:
     """The units that stay of these groups and all others. Raises ValueError where SynFlow cannot follow the layers.
 
     Kept, because every round asks how many signs travelled.

@@ -18,10 +18,11 @@ from edge_bench.progress import Steps
 from edge_bench.simulation import result
 from edge_bench.simulation.comparison import InterruptedRun, run_all
 from edge_bench.simulation.file import SimulationConfig, open_simulation
-from edge_bench.simulation.simulate import RoundRow
+from edge_bench.simulation.simulate import RoundRow, Simulated
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, MaskfleetError
+from edge_client.exit_codes import ExitCode
 from edge_client.targets import Classification, Sequence
 
 
@@ -44,6 +45,43 @@ def _labels(
     if json_file is not None:
         held, settings = histogram.record(devices, target.classes), config.data.model_dump(mode="json")
         write_json(json_file, {"command": provenance.command(), "data": settings, "seed": config.seed, **held})
+
+
+def _heading(console: Console, config: SimulationConfig, bundle: Bundle, devices: Mapping[str, DeviceData]) -> None:
+    """Print what is run, and warnings on the data."""
+    train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
+    console.print(
+        f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {config.data.called} on {len(devices)} devices, "
+        f"{train} training and {test} {config.data.evaluate} samples; "
+        f"rounds: {config.rounds} of {min(config.cohort, len(devices))} devices"
+    )
+    if config.cohort > len(devices):
+        report.warn(
+            console, [f"cohort = {config.cohort}, but there are {len(devices)} devices; set it to that or less"]
+        )
+    report.warn(console, histogram.untested(devices, config.data.evaluate))
+    report.warn(console, histogram.off_scale(devices, bundle.manifest.input))
+
+
+def _played(
+    console: Console, config: SimulationConfig, bundle: Bundle, devices: Mapping[str, DeviceData]
+) -> tuple[dict[str, Simulated], dict[str, MaskfleetError], ExitCode]:
+    """Run every method with a progress bar: results, failures, and the exit code that a signal makes due."""
+    failures: dict[str, MaskfleetError] = {}
+    with Steps(console, config.rounds * len(config.methods)) as steps, terminable() as code:
+
+        def said(label: str, row: RoundRow) -> None:
+            everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
+            done = f"{label:12s} round {row.record.round:3d}/{config.rounds}"
+            steps.step(f"{done}  {report.outcome(row.record)}{everyone}")
+
+        try:
+            warn = partial(report.warn, console)
+            results = run_all(config, bundle, devices, said, failures.__setitem__, models=False, warn=warn)
+        except KeyboardInterrupt:
+            console.print("stopped before any method ended; there is no result")
+            raise typer.Exit(code[-1]) from None
+    return results, failures, code[-1]
 
 
 def simulate(
@@ -89,55 +127,29 @@ def simulate(
         config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
     console = plain_console()
-    train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
-    console.print(
-        f"{opened.manifest.name}: {opened.manifest.d:,} parameters; {checked.data.called} on {len(devices)} devices, "
-        f"{train} training and {test} {checked.data.evaluate} samples; "
-        f"rounds: {checked.rounds} of {min(checked.cohort, len(devices))} devices"
-    )
-    if checked.cohort > len(devices):
-        report.warn(
-            console, [f"cohort = {checked.cohort}, but there are {len(devices)} devices; set it to that or less"]
-        )
-    report.warn(console, histogram.untested(devices, checked.data.evaluate))
-    report.warn(console, histogram.off_scale(devices, opened.manifest.input))
+    _heading(console, checked, opened, devices)
     if labels:
         _labels(console, checked, opened, devices, plot, json_file)
         return
-    failures: dict[str, MaskfleetError] = {}
-    with Steps(console, checked.rounds * len(checked.methods)) as steps:
-
-        def said(label: str, row: RoundRow) -> None:
-            everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
-            steps.step(
-                f"{label:12s} round {row.record.round:3d}/{checked.rounds}  {report.outcome(row.record)}{everyone}"
-            )
-
-        with terminable() as code:
-            try:
-                warn = partial(report.warn, console)
-                results = run_all(checked, opened, devices, said, failures.__setitem__, models=False, warn=warn)
-            except KeyboardInterrupt:
-                console.print("stopped before any method ended; there is no result")
-                raise typer.Exit(code[-1]) from None
+    results, failures, code = _played(console, checked, opened, devices)
     failed = "\n".join(f"{label}: {error}" for label, error in failures.items())
     damaged = bool(failures) and all(isinstance(error, BundleError) for error in failures.values())
     ended = BundleError(failed) if damaged else ConfigError(failed)  # a damaged bundle has an exit code of its own
     if not results:
         raise ended
-    model = opened.model()
+    model, tested = opened.model(), sum(len(d.y_test) for d in devices.values())
     records = {label: report.simulated(r, model) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(report.table(records, title, console), report.by_kind(records), sep="\n\n")
-    report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}, test, model))
-    reasons = {label: str(error) for label, error in failures.items()}
+    report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}, tested, model))
     if json_file is not None:
+        reasons = {label: str(error) for label, error in failures.items()}
         write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
     if plot is not None:
         curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
         console.print(f"wrote {plot}")
     if any(isinstance(error, InterruptedRun) for error in failures.values()):
         console.print(failed)
-        raise typer.Exit(code[-1])
+        raise typer.Exit(code)
     if failed:
         raise ended

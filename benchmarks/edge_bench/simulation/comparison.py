@@ -44,7 +44,7 @@ def run_all(
     trainer = open_trainer(config.backend, bundle, config.threads)
     course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
     warn([f"{label}: {said}" for label, method in methods.items() if (said := _caution(method, course))])
-    address = bundle.address
+    address = bundle.sha256
     results = {}
     for label, method in methods.items():
         federation = FederationConfig(

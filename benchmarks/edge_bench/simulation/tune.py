@@ -182,7 +182,7 @@ def _check_same(study: optuna.Study, label: str, plan: Plan, method: Method) -> 
     """Refuse a file with trials of another configuration."""
     config = plan.config.model_dump(mode="json", exclude={"methods", "processes", "bundle"})
     what = {
-        "bundle": plan.bundle.address, "config": config, "seed": plan.seed,
+        "bundle": plan.bundle.sha256, "config": config, "seed": plan.seed,
         "table": plan.config.methods[label], "most_bytes": plan.most_bytes,
         "search": {k: vars(v) if isinstance(v, Range) else list(v) for k, v in method.search.items()},
         "revision": method.revision,

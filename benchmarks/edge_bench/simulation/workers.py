@@ -120,7 +120,7 @@ class _Read:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class _Kit:
     """A site with its trainer, and the downlinks understood last."""
 
     site: Site
@@ -156,10 +156,10 @@ def _same(one: Arrays, other: Arrays) -> bool:
     )
 
 
-def _train(bench: _Bench, round_: int, turn: Turn, downlink: Payload) -> Trained | Lost:
+def _train(kit: _Kit, round_: int, turn: Turn, downlink: Payload) -> Trained | Lost:
     try:
-        task, site = bench.task(round_, turn), bench.site
-        outcome = local.run_round(site.method, task, turn.kept, downlink, site.personalise, bench.reader(round_, turn))
+        task, site = kit.task(round_, turn), kit.site
+        outcome = local.run_round(site.method, task, turn.kept, downlink, site.personalise, kit.reader(round_, turn))
     except LostError as error:
         return Lost(str(error))
     except DivergedError as error:
@@ -167,8 +167,8 @@ def _train(bench: _Bench, round_: int, turn: Turn, downlink: Payload) -> Trained
     return Trained(outcome.kept, payload.encode(outcome.update))
 
 
-def _evaluate(bench: _Bench, round_: int, turn: Turn, downlink: Payload, what: Evaluation) -> Evaluated | Lost:
-    method, task, read = bench.site.method, bench.task(round_, turn), bench.reader(round_, turn)
+def _evaluate(kit: _Kit, round_: int, turn: Turn, downlink: Payload, what: Evaluation) -> Evaluated | Lost:
+    method, task, read = kit.site.method, kit.task(round_, turn), kit.reader(round_, turn)
     try:
         chosen = local.personal(method, task, turn.kept, downlink, what.personalise, read)
     except LostError as error:
@@ -185,7 +185,7 @@ def _evaluate(bench: _Bench, round_: int, turn: Turn, downlink: Payload, what: E
 # --- many turns
 
 R = TypeVar("R")
-_Work = Callable[[_Bench, int, Turn, Payload], R]
+_Work = Callable[[_Kit, int, Turn, Payload], R]
 
 
 class Workers:
@@ -195,7 +195,7 @@ class Workers:
     """
 
     def __init__(self, site: Site, trainer: Trainer, processes: int | None, turns: int) -> None:
-        self._bench, self._processes = _Bench(site, trainer), processes
+        self._kit, self._processes = _Kit(site, trainer), processes
         self._turns, self._done, self._spent = turns, 0, 0.0
         self._pool: ProcessPoolExecutor | None = None
 
@@ -223,7 +223,7 @@ class Workers:
         here = 0
         while here < len(turns) and not self._spread():
             started = time.perf_counter()
-            yield work(self._bench, round_, turns[here], decoded[turns[here].audience])
+            yield work(self._kit, round_, turns[here], decoded[turns[here].audience])
             here, self._done, self._spent = here + 1, self._done + 1, self._spent + time.perf_counter() - started
         if here < len(turns):
             yield from self._in_pool(work, round_, turns[here:], downlinks)
@@ -238,7 +238,7 @@ class Workers:
             if count == 1 or measured * (self._turns - self._done) < PAYS:
                 return False
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        self._pool = ProcessPoolExecutor(count, context, _begin, (self._bench.site,))
+        self._pool = ProcessPoolExecutor(count, context, _begin, (self._kit.site,))
         self._processes = count
         return True
 
@@ -267,16 +267,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_bench: _Bench | None = None  # of a worker process
+_kit: _Kit | None = None  # of a worker process
 
 
 def _begin(site: Site) -> None:
     """Set up a worker process. An interrupt is for the parent, which ends its workers."""
-    global _bench
+    global _kit
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's, which a fork inherits
-    _bench = _Bench(site, site.open_trainer())
+    _kit = _Kit(site, site.open_trainer())
 
 
 def _end_with_parent() -> None:
@@ -287,6 +287,6 @@ def _end_with_parent() -> None:
 
 
 def _chunk(work: _Work[R], round_: int, turns: Sequence[Turn], downlinks: Mapping[str, bytes]) -> list[R]:
-    assert _bench is not None
+    assert _kit is not None
     decoded = {audience: payload.decode(data) for audience, data in downlinks.items()}
-    return [work(_bench, round_, t, decoded[t.audience]) for t in turns]
+    return [work(_kit, round_, t, decoded[t.audience]) for t in turns]

@@ -43,7 +43,7 @@ class Ground:
 
     def federation(self, method: Method, rounds: int, cohort: int, least: int = 3) -> FederationConfig:
         """A federation of this method on this bundle."""
-        address = self.bundle.address
+        address = self.bundle.sha256
         table = {"name": method.name, **method.model_dump(mode="json")}
         return FederationConfig(
             name=method.name, bundle=address, method=table, rounds=rounds, cohort=cohort, min_devices=least,

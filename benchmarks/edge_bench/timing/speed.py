@@ -66,7 +66,7 @@ def simulator(case: Case, bundle: Bundle, processes: int, models: bool = False) 
         x, y = samples(case, d)
         devices[name_of(case, d)] = DeviceData(x, y, x[:0], y[:0], x[:0], y[:0])
     stamps: list[float] = []
-    config = case.config().model_copy(update={"bundle": bundle.address})
+    config = case.config().model_copy(update={"bundle": bundle.sha256})
     trainer = open_trainer("onnxruntime", bundle)
     ended = run(
         config, case.method, bundle, trainer, devices, processes=processes, models=models,

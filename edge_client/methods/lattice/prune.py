@@ -23,14 +23,14 @@ from edge_client.errors import ConfigError
 from edge_client.methods.lattice.coordinates import cut_history, live, weights
 from edge_client.methods.lattice.values import State
 from edge_client.methods.shared.network import network
-from edge_client.methods.shared.units import Units, whole
+from edge_client.methods.shared.units import Units, require_groups
 from edge_client.task import Course
 
 
 def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[str, float]) -> None:
     """Raise ConfigError for a federation that cannot be pruned like this."""
     m = course.model.manifest
-    whole(m)
+    require_groups(m)
     if unknown := set(prune_keep) - {g.name for g in m.groups}:
         raise ConfigError(f"prune_keep names {sorted(unknown)}, but the groups are {[g.name for g in m.groups]}")
     if prune_after >= course.rounds:

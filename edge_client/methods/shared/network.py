@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from edge_client.bundle import F32, Model, Packed
-from edge_client.methods.shared.units import Same, Units, read_units, unpacked
+from edge_client.methods.shared.units import ByIdentity, Units, read_units, unpacked
 from edge_client.task import Assignment, Course, Personal, Task
 
 
@@ -55,11 +55,11 @@ def network(course: Course, packed: Packed | None) -> Network:
     if packed is None:
         return Network(course, course)
     read_units(course.model.manifest, packed)
-    return _network(Same(course), packed.tobytes())
+    return _network(ByIdentity(course), packed.tobytes())
 
 
 @lru_cache(maxsize=4)
-def _network(same: Same, data: bytes) -> Network:
+def _network(same: ByIdentity, data: bytes) -> Network:
     """As `network`. A coordinator needs a round's network for each of its devices."""
     course: Course = same.value
     units = unpacked(course.model.manifest, np.frombuffer(data, np.uint8))

@@ -27,12 +27,13 @@ def counts(units: Units) -> list[int]:
     return [int(np.count_nonzero(part)) for part in by_group(units.manifest, units.alive)]
 
 
-def live(manifest: Manifest, counts: Sequence[int]) -> int:
+def parameters_with(manifest: Manifest, counts: Sequence[int]) -> int:
     """The number of parameters of a network with `counts[i]` units in group i."""
     shapes = {t.name: list(t.shape) for t in manifest.parameters}
     for group, n in zip(manifest.groups, counts, strict=True):
-        for p in (p for p in group.places if p.tensor in shapes):
-            shapes[p.tensor][p.axis] -= (group.size - n) * p.repeat
+        for p in group.places:
+            if p.tensor in shapes:
+                shapes[p.tensor][p.axis] -= (group.size - n) * p.repeat
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
 
 
@@ -50,4 +51,4 @@ def shrunk(units: Units, most: float) -> list[int]:
         removed = np.bincount(owner[:removals], minlength=len(now))
         return [n - int(r) for n, r in zip(now, removed, strict=True)]
 
-    return after(bisect_left(range(len(owner)), True, key=lambda n: live(units.manifest, after(n)) <= most))
+    return after(bisect_left(range(len(owner)), True, key=lambda n: parameters_with(units.manifest, after(n)) <= most))

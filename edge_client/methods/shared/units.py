@@ -72,29 +72,35 @@ class Units:
         return Personal(values, statistics, mask)
 
 
-def whole(manifest: Manifest) -> Units:
-    """Every unit. Raises ConfigError for a model without channel groups."""
+def require_groups(manifest: Manifest) -> None:
+    """Raise ConfigError for a model without channel groups."""
     if not manifest.groups:
         raise ConfigError(
             f"model {manifest.name!r} has no channel groups, so no unit can be pruned; choose a model for which "
             "`maskfleet bundle inspect` lists groups, or another method"
         )
+
+
+def whole(manifest: Manifest) -> Units:
+    """Every unit. Raises ConfigError for a model without channel groups."""
+    require_groups(manifest)
     return chosen(manifest, {})
 
 
 def chosen(manifest: Manifest, kept: Channels) -> Units:
     """The structure of the channels `kept`, by group; a group that it does not name is whole."""
-    parts = [np.isin(every := np.arange(g.size), kept.get(g.name, every)) for g in manifest.groups]
+    channels = {g.name: np.arange(g.size) for g in manifest.groups}
+    parts = [np.isin(every, kept.get(name, every)) for name, every in channels.items()]
     return Units(manifest, np.concatenate([*parts, np.zeros(0, np.bool_)]))
 
 
 def unpacked(manifest: Manifest, packed: Packed) -> Units:
     """The structure in `packed`. Raises ValueError for bits that are none."""
     bitset.check(packed, sum(g.size for g in manifest.groups))
-    return _unpacked(Same(manifest), packed.tobytes())
+    return _unpacked(ByIdentity(manifest), packed.tobytes())
 
 
-class Same:
+class ByIdentity:
     """A value as a key of `lru_cache`, by identity: to compare two manifests would take too long."""
 
     def __init__(self, value: Any) -> None:
@@ -104,11 +110,11 @@ class Same:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, ByIdentity) and other.value is self.value
 
 
 @lru_cache(maxsize=16)
-def _unpacked(same: Same, data: bytes) -> Units:
+def _unpacked(same: ByIdentity, data: bytes) -> Units:
     """As `unpacked`. Every update of a round names a structure, most of them the same one."""
     manifest, packed = same.value, np.frombuffer(data, np.uint8)
     alive = bitset.unpack(packed, sum(g.size for g in manifest.groups))
