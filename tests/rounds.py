@@ -1,89 +1,177 @@
-"""A federation by hand, for any method: the server's half against the devices', all values stored between rounds."""
+"""A federation by hand, for any method: one round as the coordinator and the devices play it, without a network.
+
+The halves are those of the product: `coord_server.aggregation` and `edge_client.local`. Whatever lasts for longer than
+a round is stored and read again after it, and all that travels is bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-from numpy_mlp import clusters, course, mlp, task
+from numpy_mlp import NumpyMlp, clusters, mlp, model, secret
 
+from coord_server import aggregation
+from coord_server.aggregation import Contribution
+from edge_client import local
 from edge_client.bundle import Manifest
+from edge_client.data import DeviceData
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Method
-from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.protocol.messages import DeviceMetrics
+from edge_client.protocol.metrics import METRICS, apart, with_metrics
+from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Assignment, Course, Local, Personal, Task
+from edge_client.training import Trainer
 
 M = mlp(6, 16, 8, 3)
 
 
 def stored(value: Any) -> Any:
     """A state, record or kept value after it was stored and read again."""
-    if value is None:
-        return None
-    return from_arrays(type(value), decode(encode(Payload(to_arrays(value)))).arrays)
+    return None if value is None else aggregation.unpack(type(value), aggregation.pack(value))
 
 
 def size(payload: Payload) -> int:
     return sum(array.nbytes for array in payload.arrays.values())
 
 
+def with_figures(update: Payload) -> Payload:
+    """An update as it travels: one written by hand gets the figures of its `samples`, of one sample without them."""
+    if METRICS in update.meta:
+        return update
+    samples: Any = update.meta.get("samples", 1)
+    return with_metrics(update, DeviceMetrics(samples=samples, loss=0.0))
+
+
 class Rounds:
     """The server's state and records, what each device kept, received and sent last.
 
-    A device has 40 samples, or as many as `samples` says.
+    A device has the data that `data` names, otherwise 40 samples of its own.
     """
 
     def __init__(
-        self, method: Method, m: Manifest = M, rounds: int = 12, samples: Mapping[str, int] | None = None
+        self,
+        method: Method,
+        m: Manifest = M,
+        rounds: int = 12,
+        *,
+        seed: int = 3,
+        cohort: int = 3,
+        data: Mapping[str, DeviceData] | None = None,
+        trainer: Trainer | None = None,
     ) -> None:
-        self.method, self.m, self.round, self.samples = method, m, 0, samples or {}
-        self.course: Course = course(m, rounds)
-        self.state = stored(method.start(self.course))
+        self.method, self.m, self.round = method, m, 0
+        self.data, self.trainer = dict(data or {}), trainer or NumpyMlp(m)
+        self.course = Course(model(m), seed, rounds, cohort)
+        self.state: Any = aggregation.unpack(method.state_type, aggregation.pack(method.start(self.course)))
         self.records: dict[str, Any] = {}
         self.kept: dict[str, Any] = {}
         self.down: dict[str, Payload] = {}
         self.received: dict[str, Any] = {}
         self.local: dict[str, Local] = {}
+        """By device its last round; the update is what the method's server half reads, `samples` included."""
+        self.up: dict[str, Payload] = {}
+        """By device its last update as it travelled, with the device's figures."""
+        self.read: dict[str, Any] = {}
+        """By device its last update as the server decoded it."""
+        self.seen = set(self.data)
+        """The devices that the federation knows."""
 
-    def task(self, device: str, round_: int) -> Task:
-        data = clusters(self.m, ord(device[0]), self.samples.get(device, 40))
-        return replace(task(self.m, device, round_, data), assignment=Assignment(self.course, round_, device))
+    def task(self, device: str, round_: int | None = None, place: int = 0) -> Task:
+        """The device's part in a round, by default in the next one."""
+        a = Assignment(self.course, self.round + 1 if round_ is None else round_, device, place)
+        data = self.data[device] if device in self.data else clusters(self.m, ord(device[0]))
+        return Task(a, self.trainer, data, secret(device))
+
+    def audience(self, device: str) -> str:
+        return self.method.audience(self.course, self.round + 1, self.records.get(device))
 
     def ask(self, device: str) -> Payload:
         """The device's next downlink; that of its audience."""
+        assert self.audience(device)
         record = self.records.get(device)
-        assert self.method.audience(self.course, self.round + 1, record)
-        return decode(encode(self.method.downlink(self.course, self.round + 1, self.state, record)))
+        return decode(aggregation.downlink(self.method, self.course, self.round + 1, self.state, record).data)
 
     def receive(self, device: str) -> Any:
         """The device's next downlink, decoded by it."""
-        a = Assignment(self.course, self.round + 1, device)
-        return self.method.receive(a, self.kept.get(device), self.ask(device))
+        a = self.task(device).assignment
+        return local.understand(self.method, a, to_arrays(self.kept.get(device)), self.ask(device))[1]
 
-    def play(self, *devices: str) -> None:
-        """One round of these devices."""
-        for d in devices:
-            self.down[d], self.received[d] = self.ask(d), self.receive(d)
+    def lose(self, device: str) -> None:
+        """The server's part of a reported loss."""
+        left = self.method.lost(self.records.pop(device)) if device in self.records else None
+        if left is not None:
+            self.records[device] = self.unpacked(left)
+
+    def play(self, *devices: str, loses: Iterable[str] = ()) -> None:
+        """One round of these devices; their places are their order.
+
+        Those in `loses` have lost what they kept: they report it and sit the round out.
+        """
+        for d in loses:
+            self.kept.pop(d, None)
+            self.lose(d)
+        updates, sent = {}, dict[str, bytes]()
+        for place, d in enumerate(devices):
+            if d in loses:
+                continue
+            self.down[d] = self.ask(d)
+            down = encode(self.down[d])
+            assert sent.setdefault(self.audience(d), down) == down
+            updates[d] = self.train(d, place)
+        self.close(updates, {d: place for place, d in enumerate(devices)})
+
+    def train(self, device: str, place: int) -> Payload:
+        """The device's half of a round, from its downlink to its update."""
+
+        def read(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
+            value, self.received[device] = local.understand(method, a, kept, downlink)
+            return value, self.received[device]
+
+        task, kept = self.task(device, place=place), to_arrays(self.kept.get(device))
+        done = local.run_round(self.method, task, kept, self.down[device], read=read)
+        self.kept[device] = self.reopened(done.kept)
+        self.up[device] = decode(encode(done.update))
+        assert size(self.up[device]) <= self.method.update_limit(self.course.model)
+        self.local[device] = Local(self.kept[device], apart(self.up[device])[0], done.trained, done.metrics.loss)
+        return self.up[device]
+
+    def reopened(self, kept: Arrays) -> Any:
+        """What a device kept, as it has it in its next round."""
+        if not kept:
+            return None
+        assert self.method.kept_type is not None
+        return from_arrays(self.method.kept_type, decode(encode(Payload(kept))).arrays)
+
+    def close(self, updates: Mapping[str, Payload], places: Mapping[str, int] | None = None) -> None:
+        """The server's half of a round: these updates folded into the next state. Without any the state stays."""
         self.round += 1
-        total: Any = None
-        for d in sorted(devices):
-            t = self.task(d, self.round)
-            self.local[d] = self.method.local_round(t, self.kept.get(d), self.received[d])
-            self.kept[d] = stored(self.local[d].kept)
-            update = decode(encode(self.local[d].update))
-            assert size(update) <= self.method.update_limit(self.course.model)
-            record = self.records.get(d)
-            read = self.method.read_update(t.assignment, self.state, record, update)
-            total, self.records[d] = self.method.fold(t.assignment, self.state, total, read, record)
-        self.state, changed = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
-        self.state = stored(self.state)
-        self.records = {d: stored(r) for d, r in {**self.records, **changed}.items()}
+        self.seen |= updates.keys()
+        if not updates:
+            return
+        contributions = []
+        for d in sorted(updates):
+            a, record = Assignment(self.course, self.round, d, (places or {}).get(d, 0)), self.records.get(d)
+            data = encode(with_figures(updates[d]))
+            checked = aggregation.check_update(self.method, a, self.state, record, data)
+            self.read[d] = checked.update
+            contributions.append(Contribution(d, checked, record, {}, a.place))
+        closed = aggregation.close_round(
+            self.method, self.course, self.round, self.state, contributions, {}, "none", len(self.seen)
+        )
+        self.state = aggregation.unpack(self.method.state_type, aggregation.pack(closed.state))
+        self.records |= {d: self.unpacked(record) for d, record in closed.records.items()}
+
+    def unpacked(self, record: Any) -> Any:
+        """A record as the server has it in the next round."""
+        assert self.method.record_type is not None
+        return aggregation.unpack(self.method.record_type, aggregation.pack(record))
 
     def personal(self, device: str) -> Personal:
-        return self.method.personal(self.task(device, self.round + 1), self.kept.get(device), self.receive(device))
+        kept = to_arrays(self.kept.get(device))
+        return local.personal(self.method, self.task(device), kept, self.ask(device), "global").personal
 
     def score(self, *devices: str) -> float:
         """The mean score of the devices' models."""
-        return float(np.mean([self.task(d, self.round + 1).score(self.personal(d)) for d in devices]))
+        return sum(self.task(d).score(self.personal(d)) for d in devices) / len(devices)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy_mlp import mlp
-from rounds import Rounds, size
+from numpy_mlp import clusters, mlp
+from rounds import M, Rounds, size
 
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import fedcode
@@ -101,7 +101,7 @@ def test_it_learns() -> None:
 
 def test_a_round_of_clusters_gives_the_mean_of_the_clustered_models_weighted_by_samples() -> None:
     counts = {"a": 30, "b": 90}
-    fleet = Rounds(FedCode(clusters=8, epochs=1), samples=counts)
+    fleet = Rounds(FedCode(clusters=8, epochs=1), data={d: clusters(M, ord(d), n) for d, n in counts.items()})
     fleet.play("a", "b")
     models = [fleet.local[d].trained.parameters.astype(np.float64) for d in counts]
     assert [len(np.unique(w)) for w in models] == [8, 8]
@@ -112,10 +112,11 @@ def test_a_round_of_clusters_gives_the_mean_of_the_clustered_models_weighted_by_
 def test_with_a_value_for_every_weight_and_clusters_in_every_update_it_is_federated_averaging() -> None:
     """Clustering then changes nothing. In a round of codebooks it would: the server does not learn which weight has
     which value."""
-    m, samples = mlp(6, 12, 8, 3), {"a": 30, "b": 90}
+    m = mlp(6, 12, 8, 3)
+    data = {d: clusters(m, ord(d), n) for d, n in {"a": 30, "b": 90}.items()}
     assert m.d <= 256
-    ours = Rounds(FedCode(clusters=256, request_every=1, epochs=2), m, samples=samples)
-    plain = Rounds(FedAvg(epochs=2), m, samples=samples)
+    ours = Rounds(FedCode(clusters=256, request_every=1, epochs=2), m, data=data)
+    plain = Rounds(FedAvg(epochs=2), m, data=data)
     for devices in ("a", "a", "a", "ab", "ab"):  # one device at first: that is local training
         ours.play(*devices)
         plain.play(*devices)

@@ -9,7 +9,7 @@ import pytest
 from edge_kernels.codecs import sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import mlp, model
+from numpy_mlp import clusters, mlp, model
 from rounds import M, Rounds, size
 
 from edge_client.bundle import Init, Tensor
@@ -31,7 +31,7 @@ def reference(values: np.ndarray, share: float) -> np.ndarray:
 
 def test_a_round_is_the_papers_algorithm() -> None:
     counts = {"a": 30, "b": 90}
-    fleet = Rounds(STC(keep=0.1, epochs=1), samples=counts)
+    fleet = Rounds(STC(keep=0.1, epochs=1), data={d: clusters(M, ord(d), n) for d, n in counts.items()})
     w, server = fleet.course.model.parameters.copy(), np.zeros(M.d)
     residual = {d: np.zeros(M.d) for d in "ab"}
     for _ in range(3):
