@@ -2,89 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from edge_kernels import bits
 from numpy.typing import NDArray
-from numpy_mlp import clusters, course, mlp, model, secret, task
-from rounds import stored
+from numpy_mlp import clusters, course, mlp, model, secret
+from rounds import Rounds
 
 from edge_client.bundle import F32, Bits, Manifest
 from edge_client.methods.shared.bernoulli import BernoulliMasks, HeadUpdate
-from edge_client.protocol.payload import Payload, decode, encode
-from edge_client.task import Assignment, Course, Local, Task
-from edge_client.training import Gradient
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment, Local, Task
+from edge_client.training import Gradient, Trainer
 
 M = mlp(20, 16, 12, 3)
 MASKED = 20 * 16 + 16 * 12
 DEVICES = ("a", "b", "c")
 
 
-class Fleet:
-    """A federation by hand: the server's state and records, what each device kept."""
+class Fleet(Rounds):
+    """A federation of three devices with unlike data, and what these methods have beside other ones."""
 
-    def __init__(self, method: BernoulliMasks, m: Manifest = M, rounds: int = 8) -> None:
-        self.method, self.m, self.round = method, m, 0
-        self.course: Course = course(m, rounds)
-        self.state = stored(method.start(self.course))
-        self.records: dict[str, Any] = {}
-        self.kept: dict[str, Any] = {}
-        self.down: dict[str, Payload] = {}
-        self.local: dict[str, Local] = {}
-        self.masks: dict[str, Bits] = {}
+    method: BernoulliMasks
+
+    def __init__(
+        self, method: BernoulliMasks, m: Manifest = M, rounds: int = 8, trainer: Trainer | None = None
+    ) -> None:
+        data = {d: clusters(m, i) for i, d in enumerate(DEVICES)}
+        super().__init__(method, m, rounds, data=data, trainer=trainer)
+
+    @property
+    def masks(self) -> dict[str, Bits]:
         """By device, the mask that the server read last."""
-
-    def task(self, device: str, round_: int) -> Task:
-        t = task(self.m, device, round_, clusters(self.m, DEVICES.index(device)))
-        return replace(t, assignment=Assignment(self.course, round_, device))
-
-    def ask(self, device: str) -> Payload:
-        """The device's next downlink."""
-        return decode(encode(self.method.downlink(self.course, self.round + 1, self.state, self.records.get(device))))
-
-    def audience(self, device: str) -> str:
-        return self.method.audience(self.course, self.round + 1, self.records.get(device))
-
-    def receive(self, device: str) -> Any:
-        """The device's next downlink, decoded by it."""
-        a = Assignment(self.course, self.round + 1, device)
-        return self.method.receive(a, self.kept.get(device), self.ask(device))
-
-    def lose(self, device: str) -> None:
-        """The server's part of a reported loss: the record is dropped."""
-        self.records.pop(device, None)
-
-    def play(self, *devices: str) -> None:
-        """One round of these devices."""
-        received = {}
-        for d in devices:
-            self.down[d], received[d] = self.ask(d), self.receive(d)
-        self.round += 1
-        total: Any = None
-        for d in sorted(devices):
-            t = self.task(d, self.round)
-            local = self.method.local_round(t, self.kept.get(d), received[d])
-            self.local[d], self.kept[d] = local, stored(local.kept)
-            record = self.records.get(d)
-            update = decode(encode(local.update))
-            limit = self.method.update_limit(t.assignment.model)
-            assert sum(x.nbytes for x in update.arrays.values()) <= limit
-            read = self.method.read_update(t.assignment, self.state, record, update)
-            if not isinstance(read, HeadUpdate):
-                self.masks[d] = bits.unpack(read, self.method.exchanged(t.assignment.model))
-            total, self.records[d] = self.method.fold(t.assignment, self.state, total, read, record)
-        self.state, changed = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
-        self.state = stored(self.state)
-        self.records = {d: stored(r) for d, r in {**self.records, **changed}.items()}
+        size = self.method.exchanged(self.course.model)
+        return {d: bits.unpack(read, size) for d, read in self.read.items() if not isinstance(read, HeadUpdate)}
 
     def theta(self) -> NDArray[np.float64]:
         return self.method.theta(self.course, self.state.posterior)
-
-    def personal_score(self, device: str) -> float:
-        t = self.task(device, self.round + 1)
-        return t.score(self.method.personal(t, self.kept.get(device), self.receive(device)))
 
 
 def own_mask(fleet: Fleet, device: str) -> NDArray[np.bool_]:

@@ -311,7 +311,8 @@ def test_an_update_names_the_reference_mask_that_its_flips_are_of() -> None:
     theta, u = fleet.theta(), counter.uniform(counter.key(3, "uniforms", 3, "a"), MASKED)
     fleet.play("a")
     update = fleet.local["a"].update
-    assert update.meta == {"reference": hashlib.sha256(np.packbits(u < theta, bitorder="little")).hexdigest()[:16]}
+    name = hashlib.sha256(np.packbits(u < theta, bitorder="little")).hexdigest()[:16]
+    assert update.meta == {"reference": name, "samples": 40}
     a = fleet.task("a", 3).assignment
     for other in ("0" * 16, None):
         meta = {"reference": other} if other else {}

@@ -10,7 +10,7 @@ import pytest
 from edge_kernels import counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_fleet import DEVICES, Fleet, M, own_mask, steady, steady_task
+from mask_fleet import DEVICES, Fleet, M, own_mask, steady
 from numpy.typing import NDArray
 from numpy_mlp import assignment, course, mlp, model, task
 
@@ -69,20 +69,10 @@ def test_convolutions_of_a_pre_trained_bundle_are_masked_only_when_named() -> No
 @pytest.mark.parametrize("make", [Coupled, DeltaMask])
 def test_without_anything_to_learn_theta_stays_by_differences_and_drifts_by_the_posterior(make: Any) -> None:
     thetas: dict[str, Any] = {}
-    methods = {how: make(aggregate=how) for how in ("difference", "posterior")}
-    for how, method in methods.items():
-        fleet = Fleet(method, TRAINED)
-        trainer = steady(TRAINED)
-        for round_ in range(1, 5):
-            total: Any = None
-            for d in DEVICES:
-                t = steady_task(trainer, d, round_)
-                t = replace(t, assignment=replace(t.assignment, course=fleet.course))
-                received = method.receive(t.assignment, None, method.downlink(fleet.course, round_, fleet.state, None))
-                update = method.local_round(t, None, received).update
-                read = method.read_update(t.assignment, fleet.state, None, update)
-                total, _ = method.fold(t.assignment, fleet.state, total, read, None)
-            fleet.state, _ = method.finish(fleet.course, round_, DEVICES, fleet.state, total)
+    for how in ("difference", "posterior"):
+        fleet = Fleet(make(aggregate=how), TRAINED, trainer=steady(TRAINED))
+        for _ in range(4):
+            fleet.play(*DEVICES)
         thetas[how] = fleet.theta()
     assert (thetas["difference"] == 0.95).all()
     assert (thetas["posterior"] != 0.95).all()
