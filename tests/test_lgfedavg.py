@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy_mlp import NumpyMlp, clusters, course, mlp, secret
+from numpy_mlp import NumpyMlp, clusters, course, mlp
+from rounds import Rounds
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
-from edge_client.flat import from_arrays, to_arrays
+from edge_client.methods import Method
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.lgfedavg import Kept, LGFedAvg, Record
-from edge_client.protocol.payload import Arrays, Payload, decode, encode
-from edge_client.task import Assignment, Local, Task
+from edge_client.protocol.payload import Arrays, Payload
+from edge_client.task import Assignment
 from edge_client.training import Gradient, Trainer
 
 M = mlp(6, 5, 4, 3)
@@ -23,47 +24,23 @@ HEAD = slice(M.tensors["2.w"].offset, M.d)  # with num_layers = 1
 SETTINGS: dict[str, Any] = {"epochs": 2, "batch": 20, "lr": 0.05, "momentum": 0.5}
 
 
-class Fleet:
-    """Three devices of unlike data, message by message."""
-
-    def __init__(self, method: Any, rounds: int = 9, manifest: Manifest = M, engine: Trainer | None = None) -> None:
-        self.method, self.course, self.engine = method, course(manifest, rounds), engine or NumpyMlp(M)
-        self.data = {d: clusters(M, i, count=30 + 10 * i) for i, d in enumerate("abc")}
-        self.state = method.start(self.course)
-        self.kept: dict[str, Any] = {}
-        self.records: dict[str, Any] = {}
-        self.local: dict[str, Local] = {}
-
-    def downlink(self, round_: int, device: str) -> Payload:
-        return decode(encode(self.method.downlink(self.course, round_, self.state, self.records.get(device))))
-
-    def receive(self, round_: int, device: str) -> Any:
-        a = Assignment(self.course, round_, device)
-        return self.method.receive(a, self.kept.get(device), self.downlink(round_, device))
-
-    def round(self, round_: int, devices: str = "abc") -> None:
-        total: Any = None
-        for d in devices:
-            a, record = Assignment(self.course, round_, d), self.records.get(d)
-            task = Task(a, self.engine, self.data[d], secret(d))
-            local = self.local[d] = self.method.local_round(task, self.kept.get(d), self.receive(round_, d))
-            update = self.method.read_update(a, self.state, record, decode(encode(local.update)))
-            total, self.records[d] = self.method.fold(a, self.state, total, update, record)
-            self.kept[d] = local.kept and from_arrays(Kept, to_arrays(local.kept))
-        self.state, _ = self.method.finish(self.course, round_, list(devices), self.state, total)
+def federation(method: Method, manifest: Manifest = M, engine: Trainer | None = None) -> Rounds:
+    """Three devices of unlike data."""
+    data = {d: clusters(M, i, count=30 + 10 * i) for i, d in enumerate("abc")}
+    return Rounds(method, manifest, rounds=9, data=data, trainer=engine)
 
 
-def fleet(rounds: int, num_layers: int = 1, global_rounds: int = 2) -> Fleet:
-    f = Fleet(LGFedAvg(num_layers=num_layers, global_rounds=global_rounds, **SETTINGS))
-    for r in range(1, rounds + 1):
-        f.round(r)
+def fleet(rounds: int, num_layers: int = 1, global_rounds: int = 2) -> Rounds:
+    f = federation(LGFedAvg(num_layers=num_layers, global_rounds=global_rounds, **SETTINGS))
+    for _ in range(rounds):
+        f.play(*"abc")
     return f
 
 
 def test_the_first_phase_is_federated_averaging_bit_for_bit() -> None:
-    ours, theirs = fleet(2), Fleet(FedAvg(**SETTINGS))
-    theirs.round(1)
-    theirs.round(2)
+    ours, theirs = fleet(2), federation(FedAvg(**SETTINGS))
+    theirs.play(*"abc")
+    theirs.play(*"abc")
     assert ours.state.parameters.tobytes() == theirs.state.parameters.tobytes()
     assert ours.kept == {"a": None, "b": None, "c": None}
 
@@ -72,12 +49,12 @@ def test_every_device_starts_the_second_phase_from_the_averaged_model_and_then_r
     f = fleet(2)
     checkpoint = f.state.parameters
     for d in "abc":
-        assert set(f.downlink(3, d).arrays) == {"head", "body", "statistics"}
-        assert np.array_equal(f.receive(3, d).parameters, checkpoint)
-    f.round(3)
-    assert set(f.downlink(4, "a").arrays) == {"head"}
+        assert set(f.ask(d).arrays) == {"head", "body", "statistics"}
+        assert np.array_equal(f.receive(d).parameters, checkpoint)
+    f.play(*"abc")
+    assert set(f.ask("a").arrays) == {"head"}
     assert set(f.local["a"].update.arrays) == {"head"}
-    assert f.downlink(4, "a").arrays["head"].size == M.d - HEAD.start == 3 * 4 + 3
+    assert f.ask("a").arrays["head"].size == M.d - HEAD.start == 3 * 4 + 3
 
 
 def test_only_the_head_is_averaged_and_every_device_goes_on_with_its_own_body() -> None:
@@ -86,26 +63,26 @@ def test_only_the_head_is_averaged_and_every_device_goes_on_with_its_own_body() 
     samples = [len(f.data[d].y) for d in "abc"]
     mean = np.average([trained[d][HEAD] for d in "abc"], axis=0, weights=samples)
     for d in "abc":
-        received = f.receive(4, d).parameters
+        received = f.receive(d).parameters
         assert received[HEAD] == pytest.approx(mean, abs=1e-6)
         assert np.array_equal(received[: HEAD.start], trained[d][: HEAD.start])
-    assert not np.array_equal(f.receive(4, "a").parameters, f.receive(4, "b").parameters)
+    assert not np.array_equal(f.receive("a").parameters, f.receive("b").parameters)
 
 
 def test_the_servers_body_stays_that_of_the_first_phase_for_devices_that_join_late() -> None:
     f = fleet(2)
     body = f.state.parameters[: HEAD.start].copy()
-    for r in (3, 4, 5):
-        f.round(r, "ab")
-    assert set(f.downlink(6, "c").arrays) == {"head", "body", "statistics"}
-    received = f.receive(6, "c").parameters
+    for _ in range(3):
+        f.play("a", "b")
+    assert set(f.ask("c").arrays) == {"head", "body", "statistics"}
+    received = f.receive("c").parameters
     assert np.array_equal(received[: HEAD.start], body)
-    assert np.array_equal(received[HEAD], f.receive(6, "a").parameters[HEAD])
+    assert np.array_equal(received[HEAD], f.receive("a").parameters[HEAD])
 
 
 def test_without_a_first_phase_the_bodies_start_from_the_bundle() -> None:
     f = fleet(0, global_rounds=0)
-    assert np.array_equal(f.receive(1, "a").parameters, f.course.model.parameters)
+    assert np.array_equal(f.receive("a").parameters, f.course.model.parameters)
     assert f.method.exchanged(f.course.model) == M.d - HEAD.start
     assert fleet(0).method.exchanged(f.course.model) == M.d
 
@@ -118,18 +95,18 @@ def test_batch_norm_statistics_are_averaged_in_the_first_phase_and_stay_on_the_d
         def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
             return replace(super().gradient(parameters, buffers, x, y), buffers=buffers + np.float32(len(x)))
 
-    f = Fleet(LGFedAvg(num_layers=1, global_rounds=1, **SETTINGS), manifest=m, engine=Counting(m))
-    f.round(1)
+    f = federation(LGFedAvg(num_layers=1, global_rounds=1, **SETTINGS), manifest=m, engine=Counting(m))
+    f.play(*"abc")
     mean = 2 * (30**2 + 40**2 + 50**2) / 120  # two epochs; weighted by samples
     assert f.state.buffers.tolist() == pytest.approx([mean] * 2)
-    f.round(2)
-    f.round(3, "ab")
+    f.play(*"abc")
+    f.play("a", "b")
     assert f.state.buffers.tolist() == pytest.approx([mean] * 2)
-    assert f.receive(4, "a").buffers.tolist() == pytest.approx([mean + 2 * 60] * 2)
+    assert f.receive("a").buffers.tolist() == pytest.approx([mean + 2 * 60] * 2)
     del f.records["c"]  # the server left out its update: it keeps its own body
-    assert f.receive(4, "c").buffers.tolist() == pytest.approx([mean + 2 * 50] * 2)
+    assert f.receive("c").buffers.tolist() == pytest.approx([mean + 2 * 50] * 2)
     f.kept["c"] = None
-    assert f.receive(4, "c").buffers.tolist() == pytest.approx([mean] * 2)
+    assert f.receive("c").buffers.tolist() == pytest.approx([mean] * 2)
 
 
 def test_a_first_phase_that_covers_every_round_is_said_before_the_first() -> None:
@@ -155,19 +132,19 @@ def test_a_device_that_lost_its_body_receives_one_again() -> None:
     f = fleet(4)
     f.kept["a"] = None
     with pytest.raises(LostError):
-        f.receive(5, "a")
+        f.receive("a")
     f.kept["a"] = Kept(np.zeros(3, np.float32), np.zeros(0, np.float32))
     with pytest.raises(LostError):
-        f.receive(5, "a")
+        f.receive("a")
     del f.records["a"]  # what the server does then
-    assert np.array_equal(f.receive(5, "a").parameters, f.state.parameters)
+    assert np.array_equal(f.receive("a").parameters, f.state.parameters)
 
 
 @pytest.mark.parametrize("round_", [2, 4])
 def test_influence_and_limits_are_of_what_travels(round_: int) -> None:
     f = fleet(round_ - 1)
-    state, before = f.state, f.receive(round_, "a").parameters
-    f.round(round_)
+    state, before = f.state, f.receive("a").parameters
+    f.play(*"abc")
     a = Assignment(f.course, round_, "a")
     update = f.method.read_update(a, state, Record(round_ - 1), f.local["a"].update)
     moved = f.local["a"].trained.parameters - before
@@ -194,6 +171,6 @@ def test_in_the_second_phase_nothing_but_a_finite_head_is_accepted(arrays: Array
     update = Payload({**f.local["a"].update.arrays, **arrays}, {"samples": 3})
     with pytest.raises(PayloadError):
         f.method.read_update(a, f.state, f.records["a"], update)
-    down = f.downlink(4, "a")
+    down = f.ask("a")
     with pytest.raises(PayloadError):
         f.method.receive(a, f.kept["a"], Payload({**down.arrays, **arrays}, down.meta))
