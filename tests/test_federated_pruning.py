@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_kernels import bits
-from numpy_mlp import clusters, course, grouped, model, task
+from numpy_mlp import course, grouped, model, task
+from rounds import Rounds
 
 from edge_client.bundle import Init, Tensor, views
 from edge_client.errors import LostError, PayloadError
-from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.fedavg import FedAvg, Update
-from edge_client.methods.federated_pruning import FederatedPruning, Holds, Kept, State
+from edge_client.methods.federated_pruning import FederatedPruning, Holds, State
 from edge_client.methods.shared.shrinking import counts, parameters_with
 from edge_client.methods.shared.units import Units, whole
 from edge_client.protocol.payload import Payload, decode, encode
@@ -27,22 +27,6 @@ NONE = np.zeros(0, np.float32)
 
 def chosen(state: State) -> Units:
     return Units(M, bits.unpack(state.units, 18))
-
-
-def play(
-    method: FederatedPruning, state: State, round_: int, kept: Any, records: dict[str, Any], *devices: str
-) -> State:
-    """One round of these devices; `kept` and `records` are changed."""
-    total: Any = None
-    for d in sorted(devices):
-        a = Assignment(C, round_, d)
-        down = decode(encode(method.downlink(C, round_, state, records.get(d))))
-        t = task(M, d, round_, clusters(M, ord(d)))
-        local = method.local_round(t, kept.get(d), method.receive(a, kept.get(d), down))
-        kept[d] = from_arrays(Kept, to_arrays(local.kept))
-        read = method.read_update(a, state, records.get(d), decode(encode(local.update)))
-        total, records[d] = method.fold(a, state, total, read, records.get(d))
-    return method.finish(C, round_, sorted(devices), state, total)[0]
 
 
 def test_the_server_keeps_the_share_of_each_layer_with_the_largest_norms() -> None:
@@ -107,16 +91,15 @@ def test_no_choice_follows_the_last_round() -> None:
 
 def test_units_travel_once_for_each_choice_and_the_rest_is_live_float32() -> None:
     method = FederatedPruning(every=2, epochs=1)
-    state, kept, records = method.start(C), {}, {}
+    fleet = Rounds(method, M, rounds=6)
     for round_ in (1, 2, 3, 4):
-        known = "a" in records and records["a"].units.tobytes() == state.units.tobytes()
-        down = method.downlink(C, round_, state, records.get("a"))
+        record = fleet.records.get("a")
+        known = record is not None and record.units.tobytes() == fleet.state.units.tobytes()
+        down = fleet.ask("a")
         assert ("units" not in down.arrays) == known
-        assert down.arrays["parameters"].nbytes == 4 * chosen(state).places.size == 4 * parameters_with(M, [5, 4])
-        assert method.audience(C, round_, records.get("a")) == (
-            "new" if round_ == 1 else chosen_of(records["a"]).digest
-        )
-        state = play(method, state, round_, kept, records, "a", "b")
+        assert down.arrays["parameters"].nbytes == 4 * chosen(fleet.state).places.size == 4 * parameters_with(M, [5, 4])
+        assert fleet.audience("a") == ("new" if round_ == 1 else chosen_of(record).digest)
+        fleet.play("a", "b")
     up, down_bytes = method.paper_bytes(C.model)
     share = parameters_with(M, [5, 4]) / M.d
     entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share))
@@ -128,31 +111,21 @@ def chosen_of(record: Holds) -> Units:
 
 
 def test_with_all_units_it_is_fedavg() -> None:
-    method, plain = FederatedPruning(keep=1), FedAvg()
-    state, kept, records = method.start(C), {}, {}
-    state = play(method, state, 1, kept, records, "a", "b")
-    total, start = None, plain.start(C)
-    for d in ("a", "b"):
-        a = Assignment(C, 1, d)
-        local = plain.local_round(task(M, d, 1, clusters(M, ord(d))), None, start)
-        update = plain.read_update(a, start, None, Payload(local.update.arrays, {"samples": 40}))
-        total, _ = plain.fold(a, start, total, update, None)
-    expected = plain.finish(C, 1, ["a", "b"], start, total)[0]
-    np.testing.assert_array_equal(state.parameters, expected.parameters)
+    fleets = [Rounds(method, M, rounds=6) for method in (FederatedPruning(keep=1), FedAvg())]
+    for fleet in fleets:
+        fleet.play("a", "b")
+    np.testing.assert_array_equal(fleets[0].state.parameters, fleets[1].state.parameters)
 
 
 def test_the_personal_model_is_the_chosen_network_alone_and_it_learns() -> None:
-    method = FederatedPruning(lr=0.05, every=2)
-    state, kept, records = method.start(C), {}, {}
-    for round_ in range(1, 7):
-        state = play(method, state, round_, kept, records, "a", "b", "c")
-    t = task(M, "a", 7, clusters(M, ord("a")))
-    got = method.receive(t.assignment, kept["a"], method.downlink(C, 7, state, records["a"]))
-    personal = method.personal(t, kept["a"], got)
+    fleet = Rounds(FederatedPruning(lr=0.05, every=2), M, rounds=6)
+    for _ in range(6):
+        fleet.play("a", "b", "c")
+    personal = fleet.personal("a")
     assert personal.mask is not None
     assert np.count_nonzero(personal.mask) == parameters_with(M, [5, 4])
     assert not personal.parameters[~personal.mask].any()
-    assert t.score(personal) > 0.8
+    assert fleet.score("a") > 0.8
 
 
 def test_a_device_without_the_units_says_so() -> None:
