@@ -11,7 +11,7 @@ import pytest
 from edge_kernels.codecs import values
 from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, task
 from pydantic import ValidationError
-from rounds import Rounds, stored
+from rounds import Rounds, size, stored
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, DivergedError, PayloadError
@@ -76,16 +76,6 @@ class Fixed:
         return np.zeros((len(x), 3), np.float32)
 
 
-def server_round(method: Method, state: Any, updates: dict[str, Payload], round_: int = 1, m: Manifest = M) -> Any:
-    """The state after a round with these updates."""
-    total: Any = None
-    for device in sorted(updates):
-        a = assignment(m, device, round_)
-        read = method.read_update(a, state, None, decode(encode(updates[device])))
-        total, _ = method.fold(a, state, total, read, None)
-    return method.finish(course(m), round_, sorted(updates), state, total)[0]
-
-
 def one_round(method: Method, device: str = "a", state: Any = None) -> tuple[Payload, Local]:
     """A device's first round: its downlink and what comes of it."""
     a = assignment(M, device)
@@ -102,7 +92,9 @@ def test_fedavg_is_the_mean_weighted_by_samples() -> None:
         "a": Payload({"parameters": np.array([2.0, 0.0], np.float32), "buffers": NONE}, {"samples": 1}),
         "b": Payload({"parameters": np.array([6.0, 1.0], np.float32), "buffers": NONE}, {"samples": 3}),
     }
-    assert server_round(FedAvg(), FedAvg().start(course(m)), updates, m=m).parameters.tolist() == [5.0, 0.75]
+    fleet = Rounds(FedAvg(), m)
+    fleet.close(updates)
+    assert fleet.state.parameters.tolist() == [5.0, 0.75]
 
 
 def test_fedavg_sends_everything_both_ways_in_32_bits_to_one_audience() -> None:
@@ -295,62 +287,50 @@ def test_no_means_make_the_model_or_its_velocity_infinite() -> None:
     ("up", "down"), [("float16", "float32"), ("float32", "float16"), ("stochastic8", "stochastic8")]
 )
 def test_a_codec_carries_the_change_up_and_the_model_down(up: str, down: str) -> None:
-    method = FedAvg(up=up, down=down)
-    state = method.start(course(M))
-    sent, local = one_round(method)
+    fleet = Rounds(FedAvg(up=up, down=down), M)
+    before = fleet.state.parameters
+    fleet.play("a")
+    sent, local, received = fleet.down["a"], fleet.local["a"], fleet.received["a"].parameters
     names = {"change" if up == "float32" else f"change.{up}", "buffers"}
     assert set(local.update.arrays) == names
     assert set(sent.arrays) == {"parameters" if down == "float32" else f"parameters.{down}", "buffers"}
-    assert sum(a.nbytes for a in local.update.arrays.values()) <= method.update_limit(course(M).model)
-    after = server_round(method, state, {"a": local.update})
-    received = method.receive(assignment(M), None, sent)
-    moved = local.trained.parameters - received.parameters
+    assert size(local.update) <= fleet.method.update_limit(fleet.course.model)
+    moved = local.trained.parameters - received
     step = {"float32": 1e-7, "float16": 1e-3, "stochastic8": 1 / 127}
-    assert np.abs(after.parameters - state.parameters - moved).max() <= 2 * step[up] * np.abs(moved).max()
-    assert np.abs(received.parameters - state.parameters).max() <= step[down] * np.abs(state.parameters).max()
+    assert np.abs(fleet.state.parameters - before - moved).max() <= 2 * step[up] * np.abs(moved).max()
+    assert np.abs(received - before).max() <= step[down] * np.abs(before).max()
 
 
 @pytest.mark.parametrize("down", ["float16", "qsgd", "eden", "drive+"])
 def test_values_that_the_codec_of_the_downlink_cannot_write_never_enter_the_model(down: str) -> None:
     method = FedAvg(down=down, server_momentum=0.9)
-    state = method.start(course(M))
-    for round_, share in enumerate((0.5, 0.99, 0.99), 1):  # the server's momentum goes on beyond the devices' model
+    fleet = Rounds(method, M)
+    for share in (0.5, 0.99, 0.99):  # the server's momentum goes on beyond the devices' model
         moved = np.full(M.d, share * method.largest, np.float32)
-        update = Payload({"change": moved - state.parameters, "buffers": state.buffers},
-                         {"samples": 3})  # fmt: skip
-        state = server_round(method, state, {"a": update}, round_=round_)
-        assert method.downlink(course(M), round_ + 1, state, None).arrays
+        fleet.close({"a": Payload({"change": moved - fleet.state.parameters, "buffers": NONE}, {"samples": 3})})
+        assert fleet.ask("a").arrays
     with np.errstate(over="ignore"):
         far = np.full(M.d, 2.5 * method.largest, np.float32)
     with pytest.raises(PayloadError, match=rf"a parameter of 'a' is beyond {re.escape(method.down)}'s"):
-        method.read_update(
-            assignment(M), state, None, Payload({"change": far, "buffers": state.buffers}, {"samples": 3})
-        )
+        fleet.close({"a": Payload({"change": far, "buffers": NONE}, {"samples": 3})})
 
 
 def test_rounding_the_downlink_does_not_move_the_servers_model() -> None:
-    method, trainer = FedAvg(down="stochastic8", lr=0.1), Fixed(M, np.zeros(M.d, np.float32))
-    state = method.start(course(M))
-    received = method.receive(assignment(M), None, method.downlink(course(M), 1, state, None))
-    assert (received.parameters != state.parameters).any()
-    local = method.local_round(replace(task(M), trainer=trainer), None, received)
-    assert (server_round(method, state, {"a": local.update}).parameters == state.parameters).all()
+    fleet = Rounds(FedAvg(down="stochastic8", lr=0.1), M, trainer=Fixed(M, np.zeros(M.d, np.float32)))
+    before = fleet.state.parameters
+    fleet.play("a")
+    assert (fleet.received["a"].parameters != before).any()
+    assert (fleet.state.parameters == before).all()
 
 
 def test_eight_bits_learn_what_thirty_two_do() -> None:
     ends = {}
     for codec in ("float32", "stochastic8"):
-        method = FedAvg(up=codec, down=codec, lr=0.05)
-        state = method.start(course(M))
-        for round_ in range(1, 9):
-            updates = {}
-            for i, device in enumerate("abc"):
-                t = task(M, device, round_, clusters(M, i))
-                down = decode(encode(method.downlink(course(M), round_, state, None)))
-                updates[device] = method.local_round(t, None, method.receive(t.assignment, None, down)).update
-            state = server_round(method, state, updates, round_)
-        t = task(M)
-        ends[codec] = t.score(method.personal(t, None, state))
+        data = {d: clusters(M, i) for i, d in enumerate("abc")}
+        fleet = Rounds(FedAvg(up=codec, down=codec, lr=0.05), M, data=data)
+        for _ in range(8):
+            fleet.play("a", "b", "c")
+        ends[codec] = fleet.score("b")
     assert ends["stochastic8"] > ends["float32"] - 0.05 > 0.75
 
 
