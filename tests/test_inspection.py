@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ import pytest
 from edge_kernels import bits as bitset
 from edge_kernels import codecs, coupling
 from edge_kernels.codecs import counts
-from numpy_mlp import clusters, course, mlp, model, task
+from numpy_mlp import clusters, mlp
+from rounds import Rounds
 
 from edge_client.bundle import MANIFEST, Manifest
 from edge_client.errors import PayloadError
 from edge_client.inspection import bundle, payload
-from edge_client.local import run_round
-from edge_client.methods import Method, make_method
+from edge_client.methods import make_method
 from edge_client.protocol.metrics import METRICS, apart
-from edge_client.protocol.payload import Arrays, Payload, decode, encode
+from edge_client.protocol.payload import Payload, encode
 
 SMALL, LARGE = mlp(20, 16, 12, 3), mlp(30, 60, 40, 3)
 
@@ -108,45 +107,16 @@ def test_a_bundle_s_weights_are_stored_or_drawn(tmp_path: Path, capsys: pytest.C
 # --- what methods really send
 
 
-@dataclass
-class Run:
-    """Rounds of two devices by hand; the last downlink and update of device "a" stay."""
-
-    method: Method
-    m: Manifest
-    state: Any = None
-    records: dict[str, Any] = field(default_factory=dict)
-    kept: dict[str, Arrays] = field(default_factory=dict)
-    round: int = 0
-    down: Payload = field(default_factory=Payload)
-    up: Payload = field(default_factory=Payload)
-
-    def play(self, rounds: int) -> Run:
-        """So many rounds."""
-        if self.state is None:
-            self.state = self.method.start(course(self.m))
-        for _ in range(rounds):
-            self.round += 1
-            total: Any = None
-            for index, device in enumerate(("b", "a")):
-                t = task(self.m, device, self.round, clusters(self.m, index))
-                record = self.records.get(device)
-                self.down = decode(encode(self.method.downlink(course(self.m), self.round, self.state, record)))
-                outcome = run_round(self.method, t, self.kept.get(device, {}), self.down)
-                self.kept[device], self.up = outcome.kept, decode(encode(outcome.update))
-                read = self.method.read_update(t.assignment, self.state, record, apart(self.up)[0])
-                total, self.records[device] = self.method.fold(t.assignment, self.state, total, read, record)
-            self.state, changed = self.method.finish(course(self.m), self.round, ("a", "b"), self.state, total)
-            self.records |= changed
-        return self
-
-    @property
-    def d(self) -> int:
-        return self.method.exchanged(model(self.m))
+def play(config: dict[str, Any], rounds: int = 3, m: Manifest = SMALL) -> Rounds:
+    """A federation after rounds of two devices; what device "a" receives and sends comes last."""
+    run = Rounds(make_method(config), m, rounds=5, data={"b": clusters(m, 0), "a": clusters(m, 1)})
+    for _ in range(rounds):
+        run.play("b", "a")
+    return run
 
 
-def play(config: dict[str, Any], rounds: int = 3, m: Manifest = SMALL) -> Run:
-    return Run(make_method(config), m).play(rounds)
+def exchanged(run: Rounds) -> int:
+    return run.method.exchanged(run.course.model)
 
 
 @pytest.fixture
@@ -185,13 +155,13 @@ def check_set(said: str, name: str, codec: str, n: int, d: int, size: int) -> No
 
 def test_a_mask_of_fedpm(explained: Callable[..., str], written: list[tuple[str, int, int]]) -> None:
     run = play({"name": "fedpm", "down": "counts"})
-    said = explained(run.up, run.d)
+    said = explained(run.up["a"], exchanged(run))
     codec, n, d = written[-1]
-    assert (codec, d) == ("entropy", run.d)
-    check_set(said, "mask.entropy", "entropy", n, d, run.up.arrays["mask.entropy"].nbytes)
+    assert (codec, d) == ("entropy", exchanged(run))
+    check_set(said, "mask.entropy", "entropy", n, d, run.up["a"].arrays["mask.entropy"].nbytes)
     assert "contexts none" in line_of(said, "mask.entropy")
     assert "trained on 40 samples" in said
-    _, metrics = apart(run.up)
+    _, metrics = apart(run.up["a"])
     assert f"score {metrics.score_before:g} before training, {metrics.score_after:g} after, on 40 test samples" in said
 
 
@@ -199,10 +169,12 @@ def test_counts_of_fedpm_and_of_coupled(explained: Callable[..., str]) -> None:
     for name in ("fedpm", "coupled"):
         run = play({"name": name, **({"down": "counts"} if name == "fedpm" else {"references": 0})}, 4)
         coded = {"fedpm": "counts.counts", "coupled": "change.counts"}[name]
-        line = line_of(explained(run.down, run.d), coded)
-        assert f": codec counts; values {run.d}; segments 1;" in line
+        line = line_of(explained(run.down["a"], exchanged(run)), coded)
+        assert f": codec counts; values {exchanged(run)}; segments 1;" in line
         if name == "fedpm":
-            ones = counts.decode(run.down.arrays[coded].tobytes(), run.d, int(str(run.down.meta["masks"])))
+            ones = counts.decode(
+                run.down["a"].arrays[coded].tobytes(), exchanged(run), int(str(run.down["a"].meta["masks"]))
+            )
             assert f"as predicted {np.count_nonzero(ones == 0)};" in line
 
 
@@ -210,10 +182,10 @@ def test_counts_of_fedpm_and_of_coupled(explained: Callable[..., str]) -> None:
 def test_changes_of_deltamask(codec: str, explained: Callable[..., str], written: list[tuple[str, int, int]]) -> None:
     run = play({"name": "deltamask", "codec": codec, "kappa": 1.0, "epochs": 3})
     name = f"changes.{codec}"
-    data = run.up.arrays[name].tobytes()
-    said = explained(run.up, run.d)
+    data = run.up["a"].arrays[name].tobytes()
+    said = explained(run.up["a"], exchanged(run))
     line, (asked, n, d) = line_of(said, name), written[-1]
-    assert (asked, d) == (codec, run.d)
+    assert (asked, d) == (codec, exchanged(run))
     assert n > 0
     if "contexts" in line and "contexts none" not in line:
         assert codec in ("entropy", "auto")
@@ -230,16 +202,16 @@ def test_changes_of_deltamask(codec: str, explained: Callable[..., str], written
 
 def test_flips_and_net_flips_of_coupled(explained: Callable[..., str], written: list[tuple[str, int, int]]) -> None:
     run = play({"name": "coupled", "epochs": 1}, 4)
-    data = run.up.arrays["flips.coupled"].tobytes()
-    said = explained(run.up, run.d)
+    data = run.up["a"].arrays["flips.coupled"].tobytes()
+    said = explained(run.up["a"], exchanged(run))
     _, n, d = [found for found in written if found[0] == "coupled"][-1]
-    assert d == run.d
+    assert d == exchanged(run)
     assert 0 < n < 64  # so that they are coded without a model
     check_set(said, "flips.coupled", "coupled", n, d, len(data))
     assert f"checksum {int.from_bytes(data[:4], 'little'):08x}" in line_of(said, "flips.coupled")
-    assert f"changes to the reference mask {run.up.meta['reference']} (" in said
-    said = explained(run.down, run.d)
-    net = run.down.arrays["net_long.coupled-net"]
+    assert f"changes to the reference mask {run.up['a'].meta['reference']} (" in said
+    said = explained(run.down["a"], exchanged(run))
+    net = run.down["a"].arrays["net_long.coupled-net"]
     line = line_of(said, "net_long.coupled-net")
     assert ": codec coupled-net; " in line
     assert f"parts {net[4]}; bytes of parts {int.from_bytes(net[5:9].tobytes(), 'little')}, " in line
@@ -251,36 +223,36 @@ def test_many_flips_of_coupled_are_under_a_model(
 ) -> None:
     run = play({"name": "coupled", "epochs": 10}, 3, LARGE)
     assert [n for codec, n, _ in written if codec == "coupled"][-1] >= 64
-    line = line_of(explained(run.up, run.d), "flips.coupled")
+    line = line_of(explained(run.up["a"], exchanged(run)), "flips.coupled")
     assert line.startswith("flips.coupled: codec coupled; model fitted; checksum ")
 
 
 def test_bits_and_planes_of_fedmask(explained: Callable[..., str]) -> None:
     run = play({"name": "fedmask", "codec": "bits", "down": "count", "keep": 0.5}, 1)
-    said = explained(run.up, run.d)
+    said = explained(run.up["a"], exchanged(run))
     for name in ("changes.bits", "structure.bits"):
-        packed = run.up.arrays[name]
+        packed = run.up["a"].arrays[name]
         ones = int(np.unpackbits(packed).sum())
         check_set(said, name, "bits", ones, 8 * packed.size, packed.size)
-    run.play(1)
-    planes = run.down.arrays["mask.planes"]
-    levels = int(str(run.down.meta["levels"]))
+    run.play("b", "a")
+    planes = run.down["a"].arrays["mask.planes"]
+    levels = int(str(run.down["a"].meta["levels"]))
     values = bitset.unpack_planes(planes, levels.bit_length(), 8 * planes.shape[1])
-    line = line_of(explained(run.down, run.d), "mask.planes")
+    line = line_of(explained(run.down["a"], exchanged(run)), "mask.planes")
     assert f": codec planes; values {values.size}; planes {levels.bit_length()}; " in line
     assert f"mean {values.mean():.6g}" in line
 
 
 def test_parameters_of_fedavg_and_nothing_of_standalone(explained: Callable[..., str]) -> None:
     run = play({"name": "fedavg"}, 1)
-    values = run.up.arrays["parameters"]
-    said = explained(run.up, run.d)
+    values = run.up["a"].arrays["parameters"]
+    said = explained(run.up["a"], exchanged(run))
     assert (
         line_of(said, "parameters")
         == f"parameters: least {values.min():.6g}, mean {values.mean(dtype=float):.6g}, greatest {values.max():.6g}"
     )
     assert f"│ {values.size} " in said
     assert "32.0000" in said
-    said = explained(play({"name": "standalone"}, 1).up)
+    said = explained(play({"name": "standalone"}, 1).up["a"])
     assert "0 in 0 arrays" in said
     assert "trained on 40 samples, mean loss " in said
