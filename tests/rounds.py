@@ -14,7 +14,7 @@ from numpy_mlp import NumpyMlp, clusters, mlp, model, secret
 from coord_server import aggregation
 from coord_server.aggregation import Contribution
 from edge_client import local
-from edge_client.bundle import Manifest
+from edge_client.bundle import Manifest, Model
 from edge_client.data import DeviceData
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Method
@@ -47,13 +47,14 @@ def with_figures(update: Payload) -> Payload:
 class Rounds:
     """The server's state and records, what each device kept, received and sent last.
 
-    A device has the data that `data` names, otherwise 40 samples of its own.
+    Without values the network begins at drawn ones. A device has the data that `data` names, otherwise 40 samples of
+    its own.
     """
 
     def __init__(
         self,
         method: Method,
-        m: Manifest = M,
+        m: Manifest | Model = M,
         rounds: int = 12,
         *,
         seed: int = 3,
@@ -61,9 +62,10 @@ class Rounds:
         data: Mapping[str, DeviceData] | None = None,
         trainer: Trainer | None = None,
     ) -> None:
-        self.method, self.m, self.round = method, m, 0
-        self.data, self.trainer = dict(data or {}), trainer or NumpyMlp(m)
-        self.course = Course(model(m), seed, rounds, cohort)
+        start = m if isinstance(m, Model) else model(m)
+        self.method, self.m, self.round = method, start.manifest, 0
+        self.data, self.trainer = dict(data or {}), trainer or NumpyMlp(self.m)
+        self.course = Course(start, seed, rounds, cohort)
         self.state: Any = aggregation.unpack(method.state_type, aggregation.pack(method.start(self.course)))
         self.records: dict[str, Any] = {}
         self.kept: dict[str, Any] = {}

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_bench.testing import digits, methods
+from rounds import Rounds
 from test_every_method import every_method, made
 
 from coord_server import aggregation
 from edge_client.flat import to_arrays
-from edge_client.methods import Method, make_method
-from edge_client.protocol.payload import Arrays, Payload, decode, encode
-from edge_client.task import Assignment, Course, Local, Personal, Task
-from edge_client.training import Trainer, open_trainer
+from edge_client.methods import make_method
+from edge_client.protocol.payload import Arrays
+from edge_client.training import open_trainer
 
 pytest.importorskip("sklearn")
 
@@ -44,40 +44,13 @@ def test_the_order_in_which_updates_are_added_changes_nothing_but_rounding(name:
             assert np.allclose(values, other[field], rtol=1e-4, atol=1e-5), field
 
 
-class Alone:
-    """A federation of one device, by hand. `local` is what its last round left."""
-
-    local: Local
-
-    def __init__(self, settings: dict[str, Any], rounds: int) -> None:
-        self.method: Method = make_method(settings)
-        self.trainer: Trainer = open_trainer("onnxruntime", digits().bundle)
-        self.course = Course(digits().bundle.model(), digits().seed, rounds, 1)
-        self.device, self.data = next(iter(digits().devices.items()))
-        self.state: Any = self.method.start(self.course)
-        self.record: Any = None
-        self.kept: Any = None
-
-    def receive(self, round_: int) -> tuple[Task, Any]:
-        a = Assignment(self.course, round_, self.device)
-        sent = decode(encode(self.method.downlink(self.course, round_, self.state, self.record)))
-        return Task(a, self.trainer, self.data, 5), self.method.receive(a, self.kept, sent)
-
-    def play(self, round_: int) -> Personal:
-        """One round: the model that the device trained."""
-        task, received = self.receive(round_)
-        local = self.local = self.method.local_round(task, self.kept, received)
-        self.kept, a = local.kept, task.assignment
-        sent = decode(encode(Payload(local.update.arrays, {**local.update.meta, "samples": task.samples})))
-        update = self.method.read_update(a, self.state, self.record, sent)
-        total, self.record = self.method.fold(a, self.state, None, update, self.record)
-        self.state, changed = self.method.finish(self.course, round_, [self.device], self.state, total)
-        self.record = changed.get(self.device, self.record)
-        return local.trained
-
-    def personal(self, round_: int) -> Personal:
-        task, received = self.receive(round_)
-        return self.method.personal(task, self.kept, received)
+def alone(settings: dict[str, Any], rounds: int) -> Rounds:
+    """A federation of one device "a"."""
+    data, trainer = next(iter(digits().devices.values())), open_trainer("onnxruntime", digits().bundle)
+    return Rounds(
+        make_method(settings), digits().bundle.model(), rounds, seed=digits().seed, cohort=1, data={"a": data},
+        trainer=trainer,
+    )  # fmt: skip
 
 
 AVERAGING: dict[str, dict[str, Any]] = {
@@ -108,15 +81,15 @@ def test_a_federation_of_one_device_is_local_training(name: str) -> None:
     - FedCode: the model is the clustered one, whose clusters travel in each update. k-means finds its values again.
     - Per-FedAvg: the model is that after the personal step. On all samples at once it is the same in every round.
     """
-    alone = Alone({"name": name, **AVERAGING[name]}, rounds=4)
+    fleet = alone({"name": name, **AVERAGING[name]}, rounds=4)
     tolerance = (
         partial(np.allclose, rtol=1e-5, atol=1e-6) if name != "fedavg-coded" else partial(np.allclose, atol=1e-3)
     )
-    start = alone.course.model.parameters
-    for round_ in range(1, 5):
-        trained = alone.play(round_)
+    start = fleet.course.model.parameters
+    for _ in range(4):
+        fleet.play("a")
+        trained, received = fleet.local["a"].trained, fleet.personal("a")
         assert not np.allclose(trained.parameters, start, atol=1e-3)
-        received = alone.personal(round_ + 1)
         assert tolerance(received.parameters, trained.parameters)
         assert tolerance(received.buffers, trained.buffers)
 
@@ -124,12 +97,12 @@ def test_a_federation_of_one_device_is_local_training(name: str) -> None:
 @pytest.mark.parametrize("variant", ["fo", "hf"])
 def test_per_fedavg_of_one_device_goes_on_from_the_meta_model_that_it_sent(variant: str) -> None:
     """The server has the model after the meta-steps, bit for bit; the personal step leaves no trace in it."""
-    alone = Alone({"name": "perfedavg", "variant": variant}, rounds=3)
-    for round_ in range(1, 4):
-        trained = alone.play(round_)
-        sent = alone.local.update.arrays["parameters"]
-        assert np.array_equal(alone.receive(round_ + 1)[1].parameters, sent)
-        assert not np.array_equal(trained.parameters, sent)
+    fleet = alone({"name": "perfedavg", "variant": variant}, rounds=3)
+    for _ in range(3):
+        fleet.play("a")
+        sent = fleet.local["a"].update.arrays["parameters"]
+        assert np.array_equal(fleet.receive("a").parameters, sent)
+        assert not np.array_equal(fleet.local["a"].trained.parameters, sent)
 
 
 @pytest.mark.parametrize("keep", [0.02, 1.0])
@@ -140,14 +113,15 @@ def test_what_one_device_of_stc_receives_and_its_residual_are_its_local_training
     So the next model plus the device's new residual is what it trained plus its old one. With keep = 1 there is a
     residual too: all entries get one magnitude.
     """
-    alone, residual = Alone({"name": "stc", "keep": keep, "per_tensor": per_tensor}, rounds=4), np.float32(0)
-    for round_ in range(1, 5):
-        trained = alone.play(round_).parameters
-        received = alone.personal(round_ + 1).parameters
-        assert not alone.state.residual.any()
-        assert np.allclose(received + alone.kept.residual, trained + residual, rtol=1e-5, atol=1e-6)
-        assert alone.kept.residual.any()
-        residual = alone.kept.residual
+    fleet, before = alone({"name": "stc", "keep": keep, "per_tensor": per_tensor}, rounds=4), np.float32(0)
+    for _ in range(4):
+        fleet.play("a")
+        trained, received = fleet.local["a"].trained.parameters, fleet.personal("a").parameters
+        residual = fleet.kept["a"].residual
+        assert not fleet.state.residual.any()
+        assert np.allclose(received + residual, trained + before, rtol=1e-5, atol=1e-6)
+        assert residual.any()
+        before = residual
 
 
 PRUNING: dict[str, dict[str, Any]] = {
@@ -161,13 +135,14 @@ PRUNING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", sorted(PRUNING))
 def test_pruned_stays_pruned(name: str) -> None:
-    alone, before, pruned = Alone({"name": name, "epochs": 1, **PRUNING[name]}, rounds=6), None, 0
-    for round_ in range(1, 7):
-        for model in (alone.play(round_), alone.personal(round_ + 1)):
+    fleet, before, pruned = alone({"name": name, "epochs": 1, **PRUNING[name]}, rounds=6), None, 0
+    for _ in range(6):
+        fleet.play("a")
+        for model in (fleet.local["a"].trained, fleet.personal("a")):
             if model.mask is None:
                 assert before is None
                 continue
             assert not model.parameters[~model.mask].any()
             assert before is None or not (model.mask & ~before).any()
             before, pruned = model.mask, int(np.count_nonzero(~model.mask))
-    assert pruned > 0.1 * len(alone.course.model.parameters)
+    assert pruned > 0.1 * len(fleet.course.model.parameters)
