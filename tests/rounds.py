@@ -77,6 +77,8 @@ class Rounds:
         """By device its last update as it travelled, with the device's figures."""
         self.read: dict[str, Any] = {}
         """By device its last update as the server decoded it."""
+        self.took_part: list[str] = []
+        """The devices whose updates the last round counted."""
         self.seen = set(self.data)
         """The devices that the federation knows."""
 
@@ -109,7 +111,7 @@ class Rounds:
     def play(self, *devices: str, loses: Iterable[str] = ()) -> None:
         """One round of these devices; their places are their order.
 
-        Those in `loses` have lost what they kept: they report it and sit the round out.
+        Those in `loses` have lost what they kept: they report it and sit the round out. Another loss is an error.
         """
         for d in loses:
             self.kept.pop(d, None)
@@ -150,10 +152,11 @@ class Rounds:
         """The server's half of a round: these updates folded into the next state. Without any the state stays."""
         self.round += 1
         self.seen |= updates.keys()
+        self.took_part = sorted(updates)
         if not updates:
             return
         contributions = []
-        for d in sorted(updates):
+        for d in self.took_part:
             a, record = Assignment(self.course, self.round, d, (places or {}).get(d, 0)), self.records.get(d)
             data = encode(with_figures(updates[d]))
             checked = aggregation.check_update(self.method, a, self.state, record, data)

@@ -9,17 +9,14 @@ import numpy as np
 from channel_groups import between
 from edge_kernels import bits
 from numpy.typing import NDArray
-from numpy_mlp import NumpyMlp, clusters, course, mlp, secret
+from numpy_mlp import clusters, mlp, secret
+from rounds import Rounds, stored
 
-from coord_server import aggregation
-from coord_server.aggregation import Contribution
-from edge_client import local
 from edge_client.bundle import F32, Manifest, Model, generate
-from edge_client.errors import LostError
+from edge_client.methods import Method
 from edge_client.methods.shared.signs import SignMasks, Update
 from edge_client.narrow import Channels
-from edge_client.protocol.metrics import METRICS, apart
-from edge_client.protocol.payload import Arrays, Payload, decode, encode
+from edge_client.protocol.payload import decode, encode
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Gradient, Trainer
 from edge_client.training.narrowed import Embedded
@@ -70,77 +67,22 @@ def first(method: SignMasks, t: Task) -> Any:
     return method.local_round(t, None, method.receive(a, None, down))
 
 
-class Fleet:
-    """A federation over bytes: devices that lost what a downlink builds on sit the round out."""
+class Fleet(Rounds):
+    """A federation of the sign methods' own network, and votes written by hand."""
 
-    def __init__(self, method: SignMasks, m: Manifest = M, rounds: int = 8) -> None:
-        self.method, self.m, self.round = method, m, 0
-        self.course: Course = course(m, rounds)
-        self.state: Any = method.start(self.course)
-        self.records: dict[str, Any] = {}
-        self.kept: dict[str, Arrays] = {}
-        self.lost: list[str] = []
-        self.downs: dict[str, Payload] = {}
-        self.updates: dict[str, Payload] = {}
-        self.trained: dict[str, Personal] = {}
-
-    def down(self, device: str) -> Payload:
-        """The device's next downlink; that of another device of the same audience is the same."""
-        made = aggregation.downlink(self.method, self.course, self.round + 1, self.state, self.records.get(device))
-        return decode(made.data)
-
-    def task(self, device: str) -> Task:
-        a = Assignment(self.course, self.round + 1, device)
-        return Task(a, NumpyMlp(self.m), clusters(self.m, ord(device[0])), secret(device))
-
-    def read(self, device: str, payload: Payload) -> Any:
-        """The server's reading of an update of the round that is being played."""
-        a = Assignment(self.course, self.round + 1, device)
-        payload = apart(payload)[0] if METRICS in payload.meta else payload
-        return self.method.read_update(a, self.state, self.records.get(device), payload)
-
-    def play(self, *devices: str, guard: Any = "none") -> None:
-        """One round of these devices."""
-        self.lost, contributions, influences = [], [], {}
-        for d in sorted(devices):
-            self.downs[d] = self.down(d)
-            try:
-                done = local.run_round(self.method, self.task(d), self.kept.get(d, {}), self.downs[d])
-            except LostError:
-                self.lost.append(d)
-                self.records.pop(d, None)
-                continue
-            assert sum(x.nbytes for x in done.update.arrays.values()) <= self.method.update_limit(self.course.model)
-            self.kept[d], self.trained[d] = done.kept, done.trained
-            self.updates[d] = decode(encode(done.update))
-            contributions.append(Contribution(d, encode(done.update), self.records.get(d), {}))
-            a = Assignment(self.course, self.round + 1, d)
-            found = self.method.influence(a, self.state, self.read(d, self.updates[d]))
-            if found is not None:
-                influences[d] = found
-        self.round += 1
-        if contributions:
-            closed = aggregation.close_round(
-                self.method, self.course, self.round, self.state, contributions, influences, guard, len(contributions)
-            )
-            self.state = aggregation.unpack(self.method.state_type, aggregation.pack(closed.state))
-            kind = self.method.record_type
-            for d, record in closed.records.items():
-                self.records[d] = record if kind is None else aggregation.unpack(kind, aggregation.pack(record))
-
-    def personal(self, device: str) -> Personal:
-        kept, task = self.kept.get(device, {}), self.task(device)
-        return local.personal(self.method, task, kept, self.down(device), "global").personal
+    def __init__(self, method: Method, m: Manifest = M, rounds: int = 8) -> None:
+        super().__init__(method, m, rounds)
 
     def fold(self, votes: dict[str, tuple[list[int], float]]) -> None:
-        """Close a round with these signs (-1 or +1) and samples by device."""
+        """Close a round with these signs (-1 or +1) and samples by device, in the order given."""
         total: Any = None
         self.round += 1
         for d, (signs, samples) in votes.items():
             update = Update(bits.pack(np.array(signs) > 0), samples)
             a = Assignment(self.course, self.round, d)
             total, self.records[d] = self.method.fold(a, self.state, total, update, self.records.get(d))
-        self.state, _ = self.method.finish(self.course, self.round, sorted(votes), self.state, total)
+        state, _ = self.method.finish(self.course, self.round, sorted(votes), self.state, total)
+        self.state = stored(state)
 
 
 def signs_of(method: SignMasks, model: Model, own: Personal) -> NDArray[Any]:

@@ -50,7 +50,7 @@ def test_the_gradient_passes_within_the_range_of_a_latent_alone(latents: list[fl
 def test_latents_stay_in_their_range_whatever_the_rate(lr: float) -> None:
     fleet = Fleet(BnnFedAvg(lr=lr, epochs=1, restart="latent"))
     fleet.play("a")
-    latents = fleet.kept["a"]["latents"]
+    latents = fleet.kept["a"].latents
     assert np.abs(latents).max() <= 1
 
 
@@ -69,11 +69,11 @@ def test_every_weight_of_a_layer_has_one_magnitude_and_the_bundles_signs_at_firs
 def test_the_next_latents_are_the_mean_of_the_signs() -> None:
     fleet = Fleet(BnnFedAvg(down="count"), grouped(mlp(2, 2, 2, bias=False)))
     fleet.fold({"a": ([1, -1, 1, -1], 9.0), "b": ([-1, 1, 1, -1], 1.0)})
-    received = fleet.method.receive(Assignment(fleet.course, 2, "z"), None, fleet.down("z"))
+    received = fleet.method.receive(Assignment(fleet.course, 2, "z"), None, fleet.ask("z"))
     assert fleet.method.latents(received, None).tolist() == [0, 0, 1, -1]
     majority = Fleet(BnnFedAvg(), grouped(mlp(2, 2, 2, bias=False)))
     majority.fold({"a": ([1, -1, 1, -1], 9.0), "b": ([-1, 1, 1, -1], 1.0)})
-    received = majority.method.receive(Assignment(fleet.course, 2, "z"), None, majority.down("z"))
+    received = majority.method.receive(Assignment(fleet.course, 2, "z"), None, majority.ask("z"))
     assert majority.method.latents(received, None).tolist() == [1, -1, 1, -1]
 
 
@@ -82,10 +82,10 @@ def test_only_signs_travel_and_late_devices_need_no_history(down: Any) -> None:
     fleet = Fleet(BnnFedAvg(epochs=1, down=down))
     for _ in range(3):
         fleet.play("a", "b")
-        assert all(set(u.arrays) == {"changes.auto"} for u in fleet.updates.values())
-    fleet.kept["b"] = {}
+        assert all(set(u.arrays) == {"changes.auto"} for u in fleet.up.values())
+    del fleet.kept["b"]
     fleet.play("b", "z")
-    assert fleet.lost == []
+    assert fleet.took_part == ["b", "z"]
     assert fleet.method.exchanged(first_model(M)) == MASKED
     assert fleet.method.paper_bytes(first_model(M)) == (MASKED, MASKED)
     due = 2 * fleet.state.plus.astype(int) >= fleet.state.votes
@@ -95,7 +95,7 @@ def test_only_signs_travel_and_late_devices_need_no_history(down: Any) -> None:
 def test_a_malformed_payload_is_refused_in_words() -> None:
     fleet = Fleet(BnnFedAvg(epochs=1, down="count"))
     fleet.play("a")
-    a, good = Assignment(fleet.course, 2, "a"), fleet.down("a")
+    a, good = Assignment(fleet.course, 2, "a"), fleet.ask("a")
     units = np.full(2, 255, np.uint8)
     wrong: tuple[tuple[Any, Any], ...] = (
         ({"counts": np.zeros(1, np.uint8)}, {}),
@@ -120,7 +120,7 @@ def test_settings_out_of_range_are_refused_and_a_lone_layer_cannot_be_binary() -
 def test_a_device_keeps_its_latents_only_where_it_restarts_from_them(restart: Any) -> None:
     fleet = Fleet(BnnFedAvg(epochs=1, restart=restart))
     fleet.play("a")
-    assert ("latents" in fleet.kept["a"]) is (restart == "latent")
+    assert (fleet.kept["a"].latents is not None) is (restart == "latent")
 
 
 def test_what_tells_of_a_flip_is_the_votes_in_32_levels_and_the_tensor_in_128() -> None:

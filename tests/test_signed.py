@@ -45,9 +45,9 @@ def test_one_bit_a_live_element_both_ways_and_the_head_stays() -> None:
     f = fleet(codec="bits")
     f.play("a", "b")
     f.play("a", "b")
-    assert set(f.updates["a"].arrays) == {"changes.bits"}
-    assert f.updates["a"].arrays["changes.bits"].nbytes == bits.size(LIVE)
-    assert f.down("a").arrays["changes.bits"].nbytes == bits.size(LIVE)
+    assert set(f.up["a"].arrays) == {"changes.bits"}
+    assert f.up["a"].arrays["changes.bits"].nbytes == bits.size(LIVE)
+    assert f.ask("a").arrays["changes.bits"].nbytes == bits.size(LIVE)
     assert f.method.paper_bytes(f.course.model) == (LIVE, 88)  # a byte a sign
 
 
@@ -56,7 +56,7 @@ def test_a_personal_model_has_the_averaged_signs_inside_the_devices_structure() 
     f.play("a", "b", "c")
     model, own = f.personal("a"), f.course.model.parameters
     masked = f.method.division(f.course.model).masked
-    live = f.method.division(f.course.model).expand(f.kept["a"]["held.structure"])
+    live = f.method.division(f.course.model).expand(f.kept["a"].held.structure)
     found, drawn = masked.gather(model.parameters), masked.gather(own)
     assert np.array_equal(np.abs(found), np.abs(drawn) * live)
     plus = np.where(f.state.averaged == 1, f.state.share >= 0.5, found == drawn)
