@@ -6,7 +6,7 @@ a round is stored and read again after it, and all that travels is bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from numpy_mlp import NumpyMlp, clusters, mlp, model, secret
@@ -108,17 +108,16 @@ class Rounds:
         if left is not None:
             self.records[device] = self.unpacked(left)
 
-    def play(self, *devices: str, loses: Iterable[str] = ()) -> None:
+    def play(self, *devices: str, lost: Collection[str] = ()) -> None:
         """One round of these devices; their places are their order.
 
-        Those in `loses` have lost what they kept: they report it and sit the round out. Another loss is an error.
+        Those in `lost` report that they lost what they kept, and sit the round out. Another loss is an error.
         """
-        for d in loses:
-            self.kept.pop(d, None)
+        for d in lost:
             self.lose(d)
         updates, sent = {}, dict[str, bytes]()
         for place, d in enumerate(devices):
-            if d in loses:
+            if d in lost:
                 continue
             self.down[d] = self.ask(d)
             down = encode(self.down[d])

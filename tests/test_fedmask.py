@@ -12,17 +12,15 @@ from edge_kernels import codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, model, task
+from rounds import Rounds
 from sign_fleet import Fixed, fixed_task
 
-from coord_server import aggregation
-from coord_server.aggregation import Contribution
-from edge_client import local
 from edge_client.bundle import Init, Input, Layer, Manifest, Model, Tensor
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.flat import to_arrays
 from edge_client.methods import bits_digest, make_method
-from edge_client.methods.fedmask.method import Choice, FedMask, State
-from edge_client.methods.fedmask.wire import Held, Kept, Record
+from edge_client.methods.fedmask.method import Choice, FedMask
+from edge_client.methods.fedmask.wire import Held, Kept
 from edge_client.methods.shared import changes
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.targets import Classification
@@ -52,53 +50,13 @@ def one_round(method: FedMask, m: Manifest = M) -> Local:
     return trained(method, task(m))
 
 
-class Fleet:
-    """A federation over bytes: devices that lost what a downlink builds on sit the round out."""
-
-    def __init__(self, method: FedMask, m: Manifest = M) -> None:
-        self.method, self.m, self.round = method, m, 0
-        self.course = course(m)
-        self.state: State = method.start(self.course)
-        self.records: dict[str, Record] = {}
-        self.kept: dict[str, Arrays] = {}
-        self.lost: list[str] = []
-        self.updates: dict[str, Payload] = {}
-
-    def down(self, device: str) -> bytes:
-        """The device's next downlink; that of another device of the same audience is the same."""
-        return aggregation.downlink(self.method, self.course, self.round + 1, self.state, self.records.get(device)).data
-
-    def task(self, device: str) -> Task:
-        t = task(self.m, device, self.round + 1, clusters(self.m, ord(device[0])))
-        return replace(t, assignment=Assignment(self.course, self.round + 1, device))
-
-    def play(self, *devices: str) -> None:
-        """One round of these devices."""
-        self.lost, self.updates = [], {}
-        contributions, outcomes = [], {}
-        for d in sorted(devices):
-            try:
-                outcomes[d] = local.run_round(self.method, self.task(d), self.kept.get(d, {}), decode(self.down(d)))
-            except LostError:
-                self.lost.append(d)
-                self.records.pop(d, None)
-        for d, outcome in outcomes.items():
-            data = encode(outcome.update)
-            assert sum(x.nbytes for x in outcome.update.arrays.values()) <= self.method.update_limit(model(self.m))
-            contributions.append(Contribution(d, data, self.records.get(d), {}))
-            self.kept[d], self.updates[d] = outcome.kept, outcome.update
-        self.round += 1
-        if contributions:
-            closed = aggregation.close_round(
-                self.method, self.course, self.round, self.state, contributions, {}, "none", len(DEVICES)
-            )
-            self.state = aggregation.unpack(State, aggregation.pack(closed.state))
-            for d, record in closed.records.items():
-                self.records[d] = aggregation.unpack(Record, aggregation.pack(record))
-
-    def personal(self, device: str) -> Any:
-        kept, task = self.kept.get(device, {}), self.task(device)
-        return local.personal(self.method, task, kept, decode(self.down(device)), "global").personal
+def reads(fleet: Rounds, device: str) -> bool:
+    """Whether the device holds what its next downlink builds on."""
+    try:
+        fleet.receive(device)
+    except LostError:
+        return False
+    return True
 
 
 # --- which parameter is whose
@@ -234,10 +192,9 @@ def test_without_pruning_no_structure_is_sent_and_no_epoch_is_trained_for_it() -
     assert method.division(model(TRAINED)).live == MASKED
 
 
-def test_devices_that_learn_nothing_leave_a_trained_network_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(FedMask(biases="frozen"), TRAINED)
-    still, plain = Fixed(TRAINED, np.zeros(TRAINED.d, np.float32)), fleet.task
-    monkeypatch.setattr(fleet, "task", lambda device: replace(plain(device), trainer=still))
+def test_devices_that_learn_nothing_leave_a_trained_network_as_it_is() -> None:
+    still = Fixed(TRAINED, np.zeros(TRAINED.d, np.float32))
+    fleet = Rounds(FedMask(biases="frozen"), TRAINED, trainer=still)
     for _ in range(3):
         fleet.play(*DEVICES)
     assert np.array_equal(fleet.personal("a").parameters, model(TRAINED).parameters)
@@ -382,39 +339,20 @@ def update(structure: list[int], mask: list[int], known: list[int] | None = None
     return Payload({**sent.arrays, **arrays}, {**sent.meta, "structure": bits_digest(packed)})
 
 
-class Server:
-    """The server's half with updates written by hand."""
-
-    def __init__(self, method: FedMask, m: Manifest = SIX) -> None:
-        self.method, self.course, self.round = method, course(m), 0
-        self.state = method.start(self.course)
-        self.records: dict[str, Record] = {}
-
-    def fold(self, updates: dict[str, Payload]) -> None:
-        self.round += 1
-        total = None
-        for device, payload in sorted(updates.items()):
-            a, record = Assignment(self.course, self.round, device), self.records.get(device)
-            read = self.method.read_update(a, self.state, record, decode(encode(payload)))
-            total, self.records[device] = self.method.fold(a, self.state, total, read, record)
-        self.state, changed = self.method.finish(self.course, self.round, sorted(updates), self.state, total)
-        self.records |= changed
-
-    def down(self, device: str) -> list[float]:
-        """The shares of live elements that the device reads, of all elements for a new one."""
-        record = self.records.get(device)
-        kept = None if record is None else Kept(record.held, NONE, NONE)
-        sent = decode(encode(self.method.downlink(self.course, self.round + 1, self.state, record)))
-        share = self.method.receive(Assignment(self.course, self.round + 1, device), kept, sent).share
-        if record is not None:
-            share = share[self.method.division(self.course.model).expand(record.held.structure)]
-        return share.tolist()
+def shares(server: Rounds, device: str) -> list[float]:
+    """The shares of live elements that the device reads, of all elements for a new one; updates are written by hand."""
+    record = server.records.get(device)
+    if record is None:
+        return list(server.receive(device).share.tolist())
+    server.kept[device] = Kept(record.held, NONE, NONE)
+    live = server.method.division(server.course.model).expand(record.held.structure)
+    return list(server.receive(device).share[live].tolist())
 
 
 def test_only_elements_that_two_structures_hold_are_averaged() -> None:
     # Elements   0 1 2 3 4 5     a holds 0 1 2, b holds 0 1 3, c holds 0 4 5.
-    server = Server(HALF)
-    server.fold(
+    server = Rounds(HALF, SIX)
+    server.close(
         {
             "a": update([1, 1, 1, 0, 0, 0], [1, 0, 0]),
             "b": update([1, 1, 0, 1, 0, 0], [0, 0, 0]),
@@ -423,59 +361,59 @@ def test_only_elements_that_two_structures_hold_are_averaged() -> None:
     )
     # Element 0 is 1 in one of three, element 1 in none of two; the others are as each device has them.
     assert server.state.share.tolist() == pytest.approx([1 / 3, 0, 1, 1, 1, 1])
-    assert server.down("a") == [0, 0, 0]
-    assert server.down("b") == [0, 0, 0]
-    assert server.down("c") == [0, 0, 1]
+    assert shares(server, "a") == [0, 0, 0]
+    assert shares(server, "b") == [0, 0, 0]
+    assert shares(server, "c") == [0, 0, 1]
 
 
 def test_a_tie_becomes_one() -> None:
-    server = Server(HALF)
-    server.fold({d: update([1, 1, 1, 0, 0, 0], [d == "a", 0, 1]) for d in ("a", "b")})
-    assert server.down("b") == [1, 0, 1]
+    server = Rounds(HALF, SIX)
+    server.close({d: update([1, 1, 1, 0, 0, 0], [d == "a", 0, 1]) for d in ("a", "b")})
+    assert shares(server, "b") == [1, 0, 1]
 
 
 def test_an_old_average_does_not_undo_what_a_device_learned_since() -> None:
-    server = Server(HALF)
-    server.fold({d: update([1, 1, 1, 0, 0, 0], [0, 0, 0]) for d in ("a", "b")})
-    server.fold({"a": update([1, 1, 1, 0, 0, 0], [1, 0, 1], known=[0, 0, 0], send=False)})
-    assert server.down("a") == [1, 0, 1]
-    assert server.down("b") == [0, 0, 0]
+    server = Rounds(HALF, SIX)
+    server.close({d: update([1, 1, 1, 0, 0, 0], [0, 0, 0]) for d in ("a", "b")})
+    server.close({"a": update([1, 1, 1, 0, 0, 0], [1, 0, 1], known=[0, 0, 0], send=False)})
+    assert shares(server, "a") == [1, 0, 1]
+    assert shares(server, "b") == [0, 0, 0]
 
 
 def test_client_state_shows_a_device_only_the_averages_it_took_part_in() -> None:
-    server = Server(FedMask(codec="bits", keep=0.5, prune_layers=1, state="client"))
-    server.fold({d: update([1, 1, 1, 0, 0, 0], [0, d == "a", 1]) for d in ("a", "b")})
-    assert server.down("a") == server.down("b") == [0, 1, 1]
+    server = Rounds(FedMask(codec="bits", keep=0.5, prune_layers=1, state="client"), SIX)
+    server.close({d: update([1, 1, 1, 0, 0, 0], [0, d == "a", 1]) for d in ("a", "b")})
+    assert shares(server, "a") == shares(server, "b") == [0, 1, 1]
     later = {"b": update([1, 1, 1, 0, 0, 0], [1, 1, 0], known=[0, 1, 1], send=False)}
-    server.fold({**later, "c": update([1, 1, 1, 0, 0, 0], [1, 1, 0])})
-    assert server.down("a") == [0, 1, 1]
-    assert server.down("b") == [1, 1, 0]
-    assert server.down("new") == [1] * 6
+    server.close({**later, "c": update([1, 1, 1, 0, 0, 0], [1, 1, 0])})
+    assert shares(server, "a") == [0, 1, 1]
+    assert shares(server, "b") == [1, 1, 0]
+    assert shares(server, "new") == [1] * 6
     assert server.state.share.tolist() == [1] * 6  # what devices hold is in their records alone
 
 
 def test_client_state_leaves_an_element_that_one_device_holds_as_it_is() -> None:
-    server = Server(FedMask(codec="bits", keep=0.5, prune_layers=1, state="client"))
-    server.fold({"a": update([1, 1, 1, 0, 0, 0], [0, 0, 1]), "b": update([1, 0, 0, 0, 1, 1], [0, 0, 1])})
-    assert server.down("a") == [0, 0, 1]
-    assert server.down("b") == [0, 0, 1]
+    server = Rounds(FedMask(codec="bits", keep=0.5, prune_layers=1, state="client"), SIX)
+    server.close({"a": update([1, 1, 1, 0, 0, 0], [0, 0, 1]), "b": update([1, 0, 0, 0, 1, 1], [0, 0, 1])})
+    assert shares(server, "a") == [0, 0, 1]
+    assert shares(server, "b") == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("cohort", "width"), [(1, 1), (2, 2), (3, 2), (4, 3), (7, 3), (8, 4)])
 def test_counts_travel_in_as_many_bits_as_the_cohort_needs(cohort: int, width: int) -> None:
-    server = Server(FedMask(codec="bits", keep=0.5, prune_layers=1, down="count"))
-    server.fold({f"d{k}": update([1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k in range(cohort)})
+    server = Rounds(FedMask(codec="bits", keep=0.5, prune_layers=1, down="count"), SIX)
+    server.close({f"d{k}": update([1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k in range(cohort)})
     payload = server.method.downlink(server.course, 2, server.state, server.records["d0"])
     assert payload.arrays["mask.planes"].shape == (width, 1)
     assert bitset.unpack_planes(payload.arrays["mask.planes"], width, 3).tolist() == [1, cohort, 0]
-    assert server.down("d0") == pytest.approx([1 / cohort, 1, 0])
+    assert shares(server, "d0") == pytest.approx([1 / cohort, 1, 0])
 
 
 def test_a_received_share_becomes_the_score_radius_times_two_p_minus_one() -> None:
     """Nothing is learned, so the scores after the round are those before it."""
     method = FedMask(codec="bits", keep=0.5, prune_layers=1, down="count", radius=0.3, group_lasso=0, restart="latent")
-    server = Server(method)
-    server.fold({f"d{k}": update([1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k in range(3)})
+    server = Rounds(method, SIX)
+    server.close({f"d{k}": update([1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k in range(3)})
     record = server.records["d0"]
     down = method.downlink(server.course, 2, server.state, record)
     done = trained(method, fixed_task(SIX, np.zeros(6)), Kept(record.held, NONE, NONE), down)
@@ -485,13 +423,13 @@ def test_a_received_share_becomes_the_score_radius_times_two_p_minus_one() -> No
 
 
 def test_a_newcomer_receives_every_element_once() -> None:
-    assert Server(HALF).down("new") == [1] * 6
+    assert shares(Rounds(HALF, SIX), "new") == [1] * 6
 
 
 def test_devices_with_equal_records_are_one_audience() -> None:
-    server = Server(HALF)
+    server = Rounds(HALF, SIX)
     same = [1, 1, 1, 0, 0, 0]
-    server.fold({"a": update(same, [1, 0, 1]), "b": update(same, [1, 0, 1]), "c": update(same, [0, 0, 1])})
+    server.close({"a": update(same, [1, 0, 1]), "b": update(same, [1, 0, 1]), "c": update(same, [0, 0, 1])})
     a, b, c, new, newer = (HALF.audience(server.course, 2, server.records.get(d)) for d in ("a", "b", "c", "x", "y"))
     assert a == b
     assert new == newer
@@ -502,7 +440,7 @@ def test_devices_with_equal_records_are_one_audience() -> None:
 
 def test_real_gates_are_averaged_and_sent_down_and_a_change_can_be_limited() -> None:
     m, method = lstm(), FedMask(codec="bits", prune_layers=0)
-    server = Server(method, m)
+    server = Rounds(method, m)
     updates = {}
     for d, value in (("a", 1), ("b", 4)):
         bits = update([], [1] * 34)
@@ -516,13 +454,13 @@ def test_real_gates_are_averaged_and_sent_down_and_a_change_can_be_limited() -> 
     half = method.limited(a, server.state, read, 0.5, 1.0)
     assert half.real.tolist() == pytest.approx((server.state.real + change / 2).tolist())
     assert half.held is read.held
-    server.fold(updates)
+    server.close(updates)
     assert server.state.real.tolist() == [2.5] * 10
     assert method.downlink(server.course, 2, server.state, None).arrays["real"].tolist() == [2.5] * 10
 
 
 def test_a_mask_has_no_influence_that_needs_a_limit() -> None:
-    server = Server(HALF)
+    server = Rounds(HALF, SIX)
     read = HALF.read_update(assignment(SIX), server.state, None, update([1, 1, 1, 0, 0, 0], [1, 0, 1]))
     assert HALF.influence(assignment(SIX), server.state, read) is None
 
@@ -573,12 +511,12 @@ def test_fedmask_refuses_a_real_gate_that_is_not_a_number(wrong: float) -> None:
 
 
 def test_an_update_for_another_structure_than_the_records_is_refused_with_what_to_do() -> None:
-    server = Server(HALF)
-    server.fold({"a": update([1, 1, 1, 0, 0, 0], [1, 0, 1])})
+    server = Rounds(HALF, SIX)
+    server.close({"a": update([1, 1, 1, 0, 0, 0], [1, 0, 1])})
     with pytest.raises(PayloadError, match="trains again"):
-        server.fold({"a": update([0, 0, 0, 1, 1, 1], [1, 0, 1], known=[1, 0, 1], send=False)})
+        server.close({"a": update([0, 0, 0, 1, 1, 1], [1, 0, 1], known=[1, 0, 1], send=False)})
     with pytest.raises(PayloadError, match=r"structure\.bits"):
-        server.fold({"a": update([1, 1, 1, 0, 0, 0], [1, 0, 1], known=[1, 0, 1], send=True)})
+        server.close({"a": update([1, 1, 1, 0, 0, 0], [1, 0, 1], known=[1, 0, 1], send=True)})
 
 
 @pytest.mark.parametrize(
@@ -619,94 +557,95 @@ def test_malformed_changes_are_refused_by_both_sides(arrays: Arrays) -> None:
 
 
 def test_changes_are_to_the_first_mask_then_to_the_bits_received_and_to_the_last_update() -> None:
-    fleet = Fleet(FedMask())
-    down = decode(fleet.down("a"))
+    fleet = Rounds(FedMask(), M)
+    down = fleet.ask("a")
     assert codecs.decode("auto", down.arrays["changes.auto"].tobytes(), MASKED).size == 0  # it is the first mask
     fleet.play("a")
-    record, sent = fleet.records["a"], fleet.updates["a"]
+    record, sent = fleet.records["a"], fleet.up["a"]
     mask = bitset.unpack(record.held.bits, LIVE)
     assert np.array_equal(mask, ~codecs.decode_mask("auto", sent.arrays["changes.auto"].tobytes(), LIVE))
-    assert np.array_equal(record.held.bits, fleet.kept["a"]["held.bits"])
-    down = decode(fleet.down("a"))
+    assert np.array_equal(record.held.bits, fleet.kept["a"].held.bits)
+    down = fleet.ask("a")
     assert down.meta["reference"] == bits_digest(record.held.bits)
     received = mask ^ codecs.decode_mask("auto", down.arrays["changes.auto"].tobytes(), LIVE)
     fleet.play("a")
-    assert fleet.updates["a"].meta["reference"] == bits_digest(bitset.pack(received))
-    assert set(fleet.updates["a"].arrays) == {"changes.auto"}
+    assert fleet.up["a"].meta["reference"] == bits_digest(bitset.pack(received))
+    assert set(fleet.up["a"].arrays) == {"changes.auto"}
 
 
 def test_a_structure_is_sent_once_and_then_only_live_bits() -> None:
-    fleet = Fleet(FedMask(codec="bits"))
-    assert decode(fleet.down("a")).meta["structure"] == ""
+    fleet = Rounds(FedMask(codec="bits"), M)
+    assert fleet.ask("a").meta["structure"] == ""
     fleet.play("a")
-    assert set(fleet.updates["a"].arrays) == {"changes.bits", "structure.bits"}
+    assert set(fleet.up["a"].arrays) == {"changes.bits", "structure.bits"}
     assert "structure.bits" in fleet.method.one_time
-    assert decode(fleet.down("a")).arrays["changes.bits"].nbytes == bitset.size(LIVE)
+    assert fleet.ask("a").arrays["changes.bits"].nbytes == bitset.size(LIVE)
     fleet.play("a")
-    assert {k: v.nbytes for k, v in fleet.updates["a"].arrays.items()} == {"changes.bits": bitset.size(LIVE)}
+    assert {k: v.nbytes for k, v in fleet.up["a"].arrays.items()} == {"changes.bits": bitset.size(LIVE)}
 
 
 def test_an_upload_that_got_lost_heals_in_the_next_round() -> None:
-    fleet = Fleet(FedMask())
+    fleet = Rounds(FedMask(), M)
     fleet.play("a")
-    structure = fleet.kept["a"]["held.structure"]
+    structure = fleet.kept["a"].held.structure
     fleet.records.clear()
     fleet.play("a")
-    assert np.array_equal(fleet.updates["a"].arrays["structure.bits"], structure)
-    assert fleet.lost == []
+    assert np.array_equal(fleet.up["a"].arrays["structure.bits"], structure)
+    assert fleet.took_part == ["a"]
 
 
 def test_a_device_that_lost_its_storage_sits_one_round_out_and_prunes_again() -> None:
-    fleet = Fleet(FedMask())
+    fleet = Rounds(FedMask(), M)
     fleet.play("a", "b")
     before = fleet.records["a"].held.structure
     del fleet.kept["a"]
+    assert not reads(fleet, "a")
+    fleet.play("a", "b", lost="a")
+    assert fleet.took_part == ["b"]
+    fleet.data = {d: clusters(M, 9) for d in "ab"}
     fleet.play("a", "b")
-    assert fleet.lost == ["a"]
-    assert set(fleet.updates) == {"b"}
-    fleet.task = lambda d: replace(task(M, d, fleet.round + 1, clusters(M, 9)))  # type: ignore[method-assign]
-    fleet.play("a", "b")
-    assert fleet.lost == []
-    assert "structure.bits" in fleet.updates["a"].arrays
+    assert fleet.took_part == ["a", "b"]
+    assert "structure.bits" in fleet.up["a"].arrays
     assert not np.array_equal(fleet.records["a"].held.structure, before)
 
 
 @pytest.mark.parametrize("down", ["bit", "count"])
 def test_a_downlink_against_another_update_than_the_devices_last_is_lost(down: str) -> None:
-    fleet = Fleet(FedMask.model_validate({"down": down}))
+    fleet = Rounds(FedMask.model_validate({"down": down}), M)
     fleet.play("a")
-    bits = bitset.unpack(fleet.kept["a"]["held.bits"], LIVE)
-    fleet.kept["a"] = {**fleet.kept["a"], "held.bits": bitset.pack(~bits)}
+    bits = bitset.unpack(fleet.kept["a"].held.bits, LIVE)
+    kept = fleet.kept["a"]
+    fleet.kept["a"] = replace(kept, held=replace(kept.held, bits=bitset.pack(~bits)))
     with pytest.raises(LostError, match="reference"):
         fleet.personal("a")
+    fleet.play("a", lost="a")
+    assert fleet.took_part == []
     fleet.play("a")
-    assert fleet.lost == ["a"]
-    fleet.play("a")
-    assert fleet.lost == []
-    assert np.array_equal(fleet.records["a"].held.bits, fleet.kept["a"]["held.bits"])
+    assert fleet.took_part == ["a"]
+    assert np.array_equal(fleet.records["a"].held.bits, fleet.kept["a"].held.bits)
 
 
 def test_a_downlink_for_another_structure_is_lost() -> None:
-    fleet = Fleet(FedMask())
+    fleet = Rounds(FedMask(), M)
     fleet.play("a")
-    division = fleet.method.division(model(M))
-    other = division.choose(-division.expand(fleet.kept["a"]["held.structure"]).astype(np.float32))
-    fleet.kept["a"] = {**fleet.kept["a"], "held.structure": other}
+    division, kept = fleet.method.division(model(M)), fleet.kept["a"]
+    other = division.choose(-division.expand(kept.held.structure).astype(np.float32))
+    fleet.kept["a"] = replace(kept, held=replace(kept.held, structure=other))
     with pytest.raises(LostError, match="structure"):
         fleet.personal("a")
 
 
 def test_a_device_without_a_record_keeps_its_structure() -> None:
-    fleet = Fleet(FedMask())
+    fleet = Rounds(FedMask(), M)
     fleet.play("a")
     fleet.records.clear()
     division = fleet.method.division(model(M))
     mask = division.masked.gather(fleet.personal("a").mask)
-    assert np.array_equal(mask, division.expand(fleet.kept["a"]["held.structure"]))  # all ones arrive, within it
+    assert np.array_equal(mask, division.expand(fleet.kept["a"].held.structure))  # all ones arrive, within it
 
 
 def test_a_personal_model_without_training_is_the_downlink_within_the_structure() -> None:
-    fleet = Fleet(FedMask())
+    fleet = Rounds(FedMask(), M)
     t = fleet.task("a")
     done = trained(fleet.method, t)
     fleet.play("a")
@@ -735,21 +674,18 @@ def test_coded_changes_lead_exactly_where_bits_lead(
     made = {"initial_mask": first, "state": state, "down": down, "restart": restart, "epochs": 1, "lr": 30.0}
     ends: list[Any] = []
     for name in (codec, "bits"):
-        fleet, lost = Fleet(FedMask.model_validate({**made, "codec": name})), []
+        fleet, lost = Rounds(FedMask.model_validate({**made, "codec": name}), M), []
         for away, without, forgotten in zip(absent, wiped, dropped, strict=True):
             fleet.kept.pop(without, None)
             fleet.records.pop(forgotten, None)
-            fleet.play(*(d for d in DEVICES if d != away))
-            lost.append(fleet.lost)
-        models = [arrays_of(fleet.personal(d)) for d in DEVICES if d not in lost[-1] and d in fleet.updates]
+            present = [d for d in DEVICES if d != away]
+            lost.append([d for d in present if not reads(fleet, d)])
+            fleet.play(*present, lost=lost[-1])
+        models = [arrays_of(fleet.personal(d)) for d in fleet.took_part]
         records = {d: arrays_of(r) for d, r in sorted(fleet.records.items())}
-        kept = {d: arrays_of_kept(k) for d, k in sorted(fleet.kept.items())}
+        kept = {d: arrays_of(k) for d, k in sorted(fleet.kept.items())}
         ends.append((arrays_of(fleet.state), records, kept, models, lost))
     assert ends[0] == ends[1]
-
-
-def arrays_of_kept(kept: Arrays) -> dict[str, Any]:
-    return {k: (v.dtype.str, v.shape, v.tobytes()) for k, v in kept.items()}
 
 
 @settings(max_examples=25, deadline=None)
@@ -764,14 +700,14 @@ def test_two_rounds_of_any_configuration_agree_on_both_sides(
     keep: float, head: str, down: str, restart: str, layers: int
 ) -> None:
     made = {"keep": keep, "head": head, "down": down, "restart": restart, "prune_layers": layers}
-    fleet = Fleet(FedMask.model_validate({**made, "epochs": 1}))
+    fleet = Rounds(FedMask.model_validate({**made, "epochs": 1}), M)
     for round_ in (1, 2):
         fleet.play(*DEVICES)
-        assert all(("structure.bits" in u.arrays) == (round_ == 1) for u in fleet.updates.values())
+        assert all(("structure.bits" in u.arrays) == (round_ == 1) for u in fleet.up.values())
     division, averaged = fleet.method.division(model(M)), fleet.state.averaged
     for d in DEVICES:
         held = fleet.records[d].held
-        assert np.array_equal(held.structure, fleet.kept[d]["held.structure"])
+        assert np.array_equal(held.structure, fleet.kept[d].held.structure)
         live, mask = division.expand(held.structure), division.masked.gather(fleet.personal(d).mask)
         assert not mask[~live].any()
         both = live & (averaged == 2)
@@ -783,21 +719,21 @@ def test_two_rounds_of_any_configuration_agree_on_both_sides(
 
 
 def test_a_federation_learns() -> None:
-    fleet = Fleet(FedMask(lr=30.0, keep=0.8))
-    start = [fleet.task(d).score(fleet.personal(d)) for d in DEVICES]
+    fleet = Rounds(FedMask(lr=30.0, keep=0.8), M)
+    start = [fleet.score(d) for d in DEVICES]
     for _ in range(4):
         fleet.play(*DEVICES)
-    end = [fleet.task(d).score(fleet.personal(d)) for d in DEVICES]
+    end = [fleet.score(d) for d in DEVICES]
     assert np.mean(end) > np.mean(start) + 0.2
     assert isinstance(fleet.records["a"].held, Held)
 
 
 def test_averages_travel_in_steps_of_the_largest_cohort_so_far() -> None:
     """A later cohort of two averages the elements that it holds; the third of the first one stays a third."""
-    server = Server(FedMask(codec="bits", keep=0.5, prune_layers=1, down="count"))
-    server.fold({f"d{k}": update([1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k in range(3)})
+    server = Rounds(FedMask(codec="bits", keep=0.5, prune_layers=1, down="count"), SIX)
+    server.close({f"d{k}": update([1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k in range(3)})
     others = {f"e{k}": update([0, 0, 0, 1, 1, 1], [k == 0, 1, 0]) for k in range(2)}
-    server.fold(others)
+    server.close(others)
     assert server.state.levels == 3
     assert server.state.share.tolist() == pytest.approx([1 / 3, 1, 0, 0.5, 1, 0])
-    assert server.down("d0") == pytest.approx([1 / 3, 1, 0])
+    assert shares(server, "d0") == pytest.approx([1 / 3, 1, 0])

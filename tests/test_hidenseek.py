@@ -206,7 +206,7 @@ def test_the_units_travel_once_and_again_when_they_were_lost() -> None:
     del fleet.kept["b"]
     with pytest.raises(LostError):
         fleet.receive("b")
-    fleet.play("b", loses="b")
+    fleet.play("b", lost="b")
     assert fleet.took_part == []
     fleet.play("b")
     assert fleet.took_part == ["b"]
