@@ -47,8 +47,8 @@ def with_figures(update: Payload) -> Payload:
 class Rounds:
     """The server's state and records, what each device kept, received and sent last.
 
-    Without values the network begins at drawn ones. A device has the data that `data` names, otherwise 40 samples of
-    its own.
+    Without values the network begins at drawn ones. A device has what `data` and `trainers` name, otherwise 40 samples
+    of its own and `trainer`.
     """
 
     def __init__(
@@ -61,10 +61,12 @@ class Rounds:
         cohort: int = 3,
         data: Mapping[str, DeviceData] | None = None,
         trainer: Trainer | None = None,
+        trainers: Mapping[str, Trainer] | None = None,
     ) -> None:
         start = m if isinstance(m, Model) else model(m)
         self.method, self.m, self.round = method, start.manifest, 0
-        self.data, self.trainer = dict(data or {}), trainer or NumpyMlp(self.m)
+        self.data, self.trainers = dict(data or {}), dict(trainers or {})
+        self.trainer = trainer or NumpyMlp(self.m)
         self.course = Course(start, seed, rounds, cohort)
         self.state: Any = aggregation.unpack(method.state_type, aggregation.pack(method.start(self.course)))
         self.records: dict[str, Any] = {}
@@ -86,7 +88,7 @@ class Rounds:
         """The device's part in a round, by default in the next one."""
         a = Assignment(self.course, self.round + 1 if round_ is None else round_, device, place)
         data = self.data[device] if device in self.data else clusters(self.m, ord(device[0]))
-        return Task(a, self.trainer, data, secret(device))
+        return Task(a, self.trainers.get(device, self.trainer), data, secret(device))
 
     def audience(self, device: str) -> str:
         return self.method.audience(self.course, self.round + 1, self.records.get(device))

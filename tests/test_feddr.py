@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy_mlp import NumpyMlp, clusters, course, mlp, secret
+from numpy_mlp import NumpyMlp, clusters, course, mlp
+from rounds import Rounds
 
 from edge_client.bundle import F32, Manifest
 from edge_client.errors import PayloadError
@@ -16,7 +17,7 @@ from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.fedavg import FedAvg, Update
 from edge_client.methods.feddr import Averaged, FedDR, Kept, Reflection, reflected
 from edge_client.methods.fedmap import DouglasRachford, FedMap
-from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Local, Task
 from edge_client.training import Gradient
 
@@ -62,27 +63,13 @@ def federate(
 
     The devices in `loses` lose what they kept before a round, report it, and sit the round out.
     """
-    c = course(M, rounds)
-    state, kept, records = method.start(c), dict[str, Any](), dict[str, Any]()
+    fleet = Rounds(method, M, rounds, data={d: clusters(M, 1) for d in devices}, trainers=devices)
     for round_ in range(1, rounds + 1):
-        total: Any = None
         unlucky = [d for d, when in (loses or {}).items() if when == round_]
         for d in unlucky:
-            kept.pop(d)
-            records[d] = method.lost(records[d])
-        names = sorted(set(cohort(round_) if cohort else devices) - set(unlucky))
-        for d in names:
-            a, record = Assignment(c, round_, d), records.get(d)
-            downlink = decode(encode(method.downlink(c, round_, state, record)))
-            received = method.receive(a, kept.get(d), downlink)
-            local = method.local_round(Task(a, devices[d], clusters(M, 1), secret(d)), kept.get(d), received)
-            kept[d] = local.kept and from_arrays(method.kept_type, to_arrays(local.kept))
-            update = method.read_update(a, state, record, decode(encode(local.update)))
-            total, new = method.fold(a, state, total, update, record)
-            records[d] = new and from_arrays(method.record_type, to_arrays(new))
-        state, _ = method.finish(c, round_, names, state, total)
-        state = from_arrays(method.state_type, to_arrays(state))
-    return state, kept
+            del fleet.kept[d]
+        fleet.play(*sorted(cohort(round_) if cohort else devices), lost=unlucky)
+    return fleet.state, fleet.kept
 
 
 def test_the_fixed_point_is_the_optimum_of_all_devices_where_federated_averaging_is_not() -> None:
