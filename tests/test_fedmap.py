@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import comb
 from typing import Any
@@ -13,20 +13,20 @@ import pytest
 from edge_kernels import bits as bitset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import NumpyMlp, clusters, course, mlp, secret
+from numpy_mlp import NumpyMlp, clusters, course, mlp
+from rounds import Rounds
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, LostError, PayloadError
-from edge_client.flat import from_arrays, to_arrays
-from edge_client.methods import make_method
+from edge_client.methods import Method, make_method
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.federated_pruning_lamp import FederatedPruningLamp
 from edge_client.methods.fedmap import DouglasRachford, FedMap, Kept, Received, State
 from edge_client.methods.shared.pruned import MASK, alive, fingerprint, prunable, unmasked, unpacked
-from edge_client.protocol.payload import Arrays, Payload, decode, encode
-from edge_client.task import Assignment, Course, Local, Task
-from edge_client.training import Gradient
+from edge_client.protocol.payload import Arrays, Payload
+from edge_client.task import Assignment, Task
+from edge_client.training import Gradient, Trainer
 
 M = mlp(6, 8, 5, 3)
 DEVICES = "abc"
@@ -37,56 +37,30 @@ def everyone(round_: int, device: str) -> bool:
     return True
 
 
-@dataclass
-class Play:
-    """A federation of small devices, message by message over bytes."""
+class Play(Rounds):
+    """Rounds that remember the state before each."""
 
-    method: Any
-    course: Course
-    trainer: Any
-    data: Mapping[str, DeviceData]
-    state: Any = None
-    kept: dict[str, Any] = field(default_factory=dict)
-    records: dict[str, Any] = field(default_factory=dict)
-    received: dict[str, Any] = field(default_factory=dict)
-    local: dict[str, Local] = field(default_factory=dict)
-    states: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.state = self.method.start(self.course)
-
-    def downlink(self, round_: int, device: str) -> Payload:
-        return decode(encode(self.method.downlink(self.course, round_, self.state, self.records.get(device))))
-
-    def receive(self, round_: int, device: str) -> Any:
-        a = Assignment(self.course, round_, device)
-        return self.method.receive(a, self.kept.get(device), self.downlink(round_, device))
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.states: list[Any] = []
 
     def run(self, rounds: int, present: Present = everyone) -> Play:
-        for round_ in range(len(self.states) + 1, len(self.states) + 1 + rounds):
-            total: Any = None
+        for _ in range(rounds):
             self.states.append(self.state)
             self.local.clear()
-            if not (took_part := [d for d in DEVICES if present(round_, d)]):
-                continue  # a round that counts no update: state and records stay
-            for device in took_part:
-                a, record = Assignment(self.course, round_, device), self.records.get(device)
-                self.received[device] = self.receive(round_, device)
-                task = Task(a, self.trainer, self.data[device], secret(device))
-                local = self.method.local_round(task, self.kept.get(device), self.received[device])
-                update = self.method.read_update(a, self.state, record, decode(encode(local.update)))
-                total, self.records[device] = self.method.fold(a, self.state, total, update, record)
-                self.local[device] = local
-                self.kept[device] = local.kept and from_arrays(self.method.kept_type, to_arrays(local.kept))
-            self.state, changed = self.method.finish(self.course, round_, took_part, self.state, total)
-            self.state = from_arrays(self.method.state_type, to_arrays(self.state))
-            self.records |= changed
+            self.play(*(d for d in DEVICES if present(self.round + 1, d)))
         return self
 
 
-def play(method: Any, rounds: int = 12, m: Manifest = M, data: Mapping[str, DeviceData] | None = None) -> Play:
+def play(
+    method: Method,
+    rounds: int = 12,
+    m: Manifest = M,
+    data: Mapping[str, DeviceData] | None = None,
+    trainer: Trainer | None = None,
+) -> Play:
     data = data or {d: clusters(m, i) for i, d in enumerate(DEVICES)}
-    return Play(method, course(m, rounds), NumpyMlp(m), data)
+    return Play(method, m, rounds, data=data, trainer=trainer)
 
 
 def small(**settings: Any) -> FedMap:
@@ -179,10 +153,10 @@ def test_a_kept_weight_of_value_zero_is_not_mistaken_for_a_pruned_one() -> None:
 
 def test_only_values_travel_as_many_as_remain_and_nothing_in_the_first_round() -> None:
     p = play(small())
-    assert dict(p.downlink(1, "a").arrays) == {}
+    assert dict(p.ask("a").arrays) == {}
     p.run(11)
     live = int(alive(M, unpacked(M, p.states[-1].mask)).sum())
-    assert {n: a.shape for n, a in p.downlink(12, "a").arrays.items()} == {"change": (live,)}
+    assert {n: a.shape for n, a in p.ask("a").arrays.items()} == {"change": (live,)}
     assert {n: a.shape for n, a in p.local["a"].update.arrays.items()} == {"change": (live,)}
     assert live < M.d / 2
 
@@ -271,17 +245,17 @@ def test_after_any_pattern_of_missed_rounds_every_device_holds_the_servers_model
         for device in cohort:
             assert p.received[device].theta.tobytes() == p.states[-1].theta.tobytes()
     for device in DEVICES:
-        received = p.receive(9, device)
+        received = p.receive(device)
         assert received.theta.tobytes() == p.state.theta.tobytes()
         assert np.array_equal(received.mask, unpacked(M, p.state.mask))
 
 
 def test_a_late_device_receives_values_and_a_coded_mask_and_holds_the_same_as_one_in_step() -> None:
     p = play(small()).run(7, lambda round_, device: device != "c" or round_ == 1)
-    arrays = p.downlink(8, "c").arrays
+    arrays = p.ask("c").arrays
     assert set(arrays) == {"values", MASK}
     assert arrays["values"].size == alive(M, unpacked(M, p.state.mask)).sum()
-    late, in_step = p.receive(8, "c"), p.receive(8, "a")
+    late, in_step = p.receive("c"), p.receive("a")
     assert late.theta.tobytes() == in_step.theta.tobytes() == p.state.theta.tobytes()
     assert np.array_equal(late.mask, in_step.mask)
     assert p.method.audience(p.course, 8, p.records["c"]) == p.method.audience(p.course, 8, None) == "whole"
@@ -312,9 +286,9 @@ def test_a_device_that_does_not_hold_the_model_is_lost_and_then_receives_everyth
     p = play(small()).run(5)
     p.kept["a"] = lost_cases()[case](p.kept["a"])
     with pytest.raises(LostError):
-        p.receive(6, "a")
-    p.records["a"] = p.method.lost(p.records["a"])  # what the server does then
-    assert p.receive(6, "a").theta.tobytes() == p.state.theta.tobytes()
+        p.receive("a")
+    p.lose("a")  # what the server does then
+    assert p.receive("a").theta.tobytes() == p.state.theta.tobytes()
 
 
 def test_statistics_are_averaged_or_stay_on_the_device() -> None:
@@ -327,12 +301,12 @@ def test_statistics_are_averaged_or_stay_on_the_device() -> None:
 
     for how, due in (("mean", 60.0), ("local", 0.0)):
         data = {d: clusters(m, i, count=n) for i, (d, n) in enumerate(zip(DEVICES, (30, 60, 90), strict=True))}
-        p = Play(small(statistics=how), course(m, 12), Counting(m), data).run(1)
+        p = play(small(statistics=how), m=m, data=data, trainer=Counting(m)).run(1)
         assert p.state.buffers.tolist() == [due, due]
         p.run(2, lambda round_, device: device != "c")
-        assert ("buffers" in p.local["a"].update.arrays) == ("buffers" in p.downlink(4, "c").arrays) == (how == "mean")
-        assert p.receive(4, "a").buffers.tolist() == ([60 + 90.0] * 2 if how == "mean" else [90.0] * 2)
-        assert p.receive(4, "c").buffers.tolist() == ([60 + 90.0] * 2 if how == "mean" else [90.0] * 2)
+        assert ("buffers" in p.local["a"].update.arrays) == ("buffers" in p.ask("c").arrays) == (how == "mean")
+        assert p.receive("a").buffers.tolist() == ([60 + 90.0] * 2 if how == "mean" else [90.0] * 2)
+        assert p.receive("c").buffers.tolist() == ([60 + 90.0] * 2 if how == "mean" else [90.0] * 2)
 
 
 @pytest.mark.parametrize("schedule", ["step", "continuous"])
@@ -404,9 +378,9 @@ def test_a_device_that_lost_its_model_takes_its_reflection_out_of_the_mean_with_
     p = play(small(dr=DouglasRachford())).run(3)
     del p.kept["a"]
     with pytest.raises(LostError):
-        p.receive(4, "a")
-    p.records["a"] = p.method.lost(p.records["a"])
-    assert set(p.downlink(4, "a").arrays) >= {"values", MASK}
+        p.receive("a")
+    p.lose("a")
+    assert set(p.ask("a").arrays) >= {"values", MASK}
     p.run(3)
     assert p.state.weight == 3
     due = np.mean([p.records[d].last.values for d in "abc"], axis=0)
@@ -506,7 +480,7 @@ def test_a_whole_downlink_that_is_not_what_it_says_is_damaged_and_not_lost() -> 
 def test_a_downlink_of_nothing_is_refused_after_the_first_round() -> None:
     p = play(small()).run(2)
     with pytest.raises(PayloadError):
-        p.method.receive(Assignment(p.course, 3, "a"), p.kept["a"], Payload({}, p.downlink(3, "a").meta))
+        p.method.receive(Assignment(p.course, 3, "a"), p.kept["a"], Payload({}, p.ask("a").meta))
 
 
 def test_influence_is_the_norm_of_the_change_and_limited_scales_it() -> None:
@@ -522,7 +496,7 @@ def test_influence_is_the_norm_of_the_change_and_limited_scales_it() -> None:
 
 def test_the_personal_model_is_the_pruned_global_one() -> None:
     p = play(small()).run(5)
-    received: Received = p.receive(6, "b")
+    received: Received = p.receive("b")
     task = Task(Assignment(p.course, 6, "b"), p.trainer, p.data["b"], 0)
     personal = p.method.personal(task, p.kept["b"], received)
     assert personal.parameters.tobytes() == p.state.theta.tobytes()
@@ -565,12 +539,16 @@ def test_federated_pruning_keeps_the_largest_lamp_scores_of_the_whole_model_and_
 
 
 def test_federated_pruning_sends_the_mask_to_devices_that_do_not_hold_it() -> None:
-    p = play(lin()).run(4, lambda round_, device: device != "c" or round_ < 3)
-    assert set(p.downlink(4, "a").arrays) == {"values"}
-    assert set(p.downlink(4, "c").arrays) == {"values", MASK}
-    assert set(p.downlink(5, "a").arrays) == {"values", MASK}
+    def without_c(round_: int, device: str) -> bool:
+        return device != "c" or round_ < 3
+
+    p = play(lin()).run(3, without_c)
+    assert set(p.ask("a").arrays) == {"values"}
+    assert set(p.ask("c").arrays) == {"values", MASK}
+    p.run(1, without_c)
+    assert set(p.ask("a").arrays) == {"values", MASK}
     for device in "ac":
-        received = p.receive(5, device)
+        received = p.receive(device)
         mask = unpacked(M, p.state.mask)
         assert np.array_equal(received.mask, mask)
         assert received.theta.tobytes() == np.where(unmasked(M, mask), p.state.theta, np.float32(0)).tobytes()
@@ -583,7 +561,7 @@ def test_a_device_of_federated_pruning_without_the_mask_is_lost() -> None:
     for kept in (None, replace(held, mask=bitset.pack(~mask)), replace(held, mask=bitset.pack(mask[::-1]))):
         p.kept["a"] = kept
         with pytest.raises(LostError):
-            p.receive(4, "a")
+            p.receive("a")
 
 
 @pytest.mark.parametrize("method", [small(), lin(), lin(schedule="continuous")])
@@ -593,15 +571,16 @@ def test_a_pruning_that_falls_to_a_round_without_an_update_is_made_up_for(method
     due = [method.remaining(p.course, round_, prunable(M).size) for round_ in range(1, 7)]
     assert counts[4:] == due[4:]
     for device in "abc":
-        assert p.receive(7, device).mask.sum() == due[5]
+        assert p.receive(device).mask.sum() == due[5]
 
 
 def test_in_a_new_period_without_an_update_since_the_old_devices_get_its_mask_at_once() -> None:
-    p = play(lin()).run(2, lambda round_, device: round_ == 1)
-    due = p.method.remaining(p.course, 3, prunable(M).size)
-    assert [int(p.receive(round_, "a").mask.sum()) for round_ in (2, 3)] == [prunable(M).size, due]
-    p.run(2)
-    assert set(p.downlink(4, "a").arrays) == {"values"}  # the mask of round 3 still stands
+    p, seen = play(lin()).run(1), []
+    for _ in range(2):
+        seen.append(int(p.receive("a").mask.sum()))
+        p.run(1, lambda round_, device: round_ != 2)
+    assert seen == [prunable(M).size, lin().remaining(p.course, 3, prunable(M).size)]
+    assert set(p.ask("a").arrays) == {"values"}  # the mask of round 3 still stands
 
 
 def test_federated_pruning_has_no_splitting() -> None:
