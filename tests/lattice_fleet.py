@@ -119,8 +119,9 @@ class Fleet:
         if dropped:
             return
         self.state = self.method.sized(self.state, len(self.data))
-        self.state, _ = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
+        self.state, changed = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
         self.state = stored(self.state)
+        self.records = {d: stored(record) for d, record in {**self.records, **changed}.items()}
 
     def moved(self) -> NDArray[np.float64]:
         """How far the model is from the bundle's."""
