@@ -125,13 +125,10 @@ def test_a_trained_model_is_the_frozen_one_under_a_mask() -> None:
 
 
 def test_a_head_counts_by_its_samples() -> None:
-    method, n = FedPM(), 39
-    state, total = method.start(course(M)), None
-    for device, value, samples in (("a", 1.0, 1), ("b", 5.0, 3)):
-        update = Payload({"head": np.full(n, value, np.float32)}, {"samples": samples})
-        read = method.read_update(assignment(M, device), state, None, update)
-        total, _ = method.fold(assignment(M, device), state, total, read, None)
-    assert set(method.finish(course(M), 1, ["a", "b"], state, total)[0].head.tolist()) == {4.0}
+    fleet = Fleet(FedPM())
+    heads = (("a", 1.0, 1), ("b", 5.0, 3))
+    fleet.close({d: Payload({"head": np.full(39, value, np.float32)}, {"samples": n}) for d, value, n in heads})
+    assert set(fleet.state.head.tolist()) == {4.0}
 
 
 def test_a_head_has_an_influence_and_can_be_limited_and_a_mask_has_none() -> None:

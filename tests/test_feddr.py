@@ -13,9 +13,8 @@ from rounds import Rounds
 
 from edge_client.bundle import F32, Manifest
 from edge_client.errors import PayloadError
-from edge_client.flat import from_arrays, to_arrays
-from edge_client.methods.fedavg import FedAvg, Update
-from edge_client.methods.feddr import Averaged, FedDR, Kept, Reflection, reflected
+from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.feddr import FedDR, Kept, reflected
 from edge_client.methods.fedmap import DouglasRachford, FedMap
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Local, Task
@@ -162,22 +161,19 @@ def test_the_fixed_point_is_the_optimum_of_all_devices_with_a_drawn_cohort_of_th
 def test_a_reflection_replaces_the_devices_last_one_in_the_mean_also_when_its_weight_changes_or_its_state_is_lost() -> (
     None
 ):
-    c, method = course(M, 9), FedDR(weights="samples")
-    state, records, reflections = method.start(c), dict[str, Any](), dict[str, tuple[int, F32]]()
+    fleet, reflections = Rounds(FedDR(weights="samples"), M, rounds=9), dict[str, tuple[int, F32]]()
     rng = np.random.default_rng(2)
     for round_, names in enumerate(("ab", "bc", "a", "acd", "b"), 1):
-        total: Any = None
+        updates = {}
         for d in names:
             far = 1e8 if round_ == 2 else 1.0
-            reflections[d] = int(rng.integers(1, 90)), far * rng.standard_normal(4).astype(np.float32)
-            update = Update(reflections[d][1], NONE, reflections[d][0])
-            last = method.lost(records[d]) if d in records and round_ % 2 else records.get(d)
-            total, record = method.fold(Assignment(c, round_, d), state, total, update, last)
-            records[d] = from_arrays(Reflection, to_arrays(record))
-        state, _ = method.finish(c, round_, list(names), state, total)
-        state = from_arrays(Averaged, to_arrays(state))
+            n, sent = reflections[d] = int(rng.integers(1, 90)), far * rng.standard_normal(4).astype(np.float32)
+            updates[d] = Payload({"parameters": sent, "buffers": NONE}, {"samples": n})
+            if round_ % 2:
+                fleet.lose(d)
+        fleet.close(updates)
         due = sum(w * r for w, r in reflections.values()) / sum(w for w, _ in reflections.values())
-        assert state.parameters == pytest.approx(due, abs=1e-5, rel=1e-6)
+        assert fleet.state.parameters == pytest.approx(due, abs=1e-5, rel=1e-6)
 
 
 def one_step(kept: Kept | None) -> tuple[Local, F32, Any]:

@@ -16,7 +16,7 @@ from edge_client.methods.fedavg import FedAvg, Update
 from edge_client.methods.federated_pruning import FederatedPruning, Holds, State
 from edge_client.methods.shared.shrinking import counts, parameters_with
 from edge_client.methods.shared.units import Units, whole
-from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 
 M = grouped(6, 10, 8, 3)
@@ -39,45 +39,40 @@ def test_the_server_keeps_the_share_of_each_layer_with_the_largest_norms() -> No
     assert counts(chosen(FederatedPruning(keep=0.01).start(C))) == [1, 1]
 
 
+def filled(fleet: Rounds, value: float, samples: int = 1) -> Payload:
+    """An update of one value everywhere."""
+    size = chosen(fleet.state).places.size
+    return Payload({"parameters": np.full(size, value, np.float32), "buffers": NONE}, {"samples": samples})
+
+
 def test_live_values_become_the_weighted_mean_and_pruned_ones_wait() -> None:
-    method = FederatedPruning(every=10)
-    state = method.start(C)
-    places, total = chosen(state).places, None
-    for value, samples in ((2.0, 1), (6.0, 3)):
-        arrays = {"parameters": np.full(places.size, value, np.float32), "buffers": NONE}
-        update = method.read_update(A, state, None, decode(encode(Payload(arrays, {"samples": samples}))))
-        total, _ = method.fold(A, state, total, update, None)
-    after, _ = method.finish(C, 1, ["a", "b"], state, total)
-    expected = state.parameters.copy()
+    fleet = Rounds(FederatedPruning(every=10), M)
+    before, places = fleet.state, chosen(fleet.state).places
+    fleet.close({"a": filled(fleet, 2.0, 1), "b": filled(fleet, 6.0, 3)})
+    expected = before.parameters.copy()
     expected[places] = 5.0
-    np.testing.assert_array_equal(after.parameters, expected)
-    assert after.units.tobytes() == state.units.tobytes()
+    np.testing.assert_array_equal(fleet.state.parameters, expected)
+    assert fleet.state.units.tobytes() == before.units.tobytes()
 
 
 def test_a_pruned_unit_returns_with_its_old_values_when_others_shrink() -> None:
-    method = FederatedPruning(every=2)
-    state = method.start(C)
-    before, weak = chosen(state), chosen(state).places
-    arrays = {"parameters": np.full(weak.size, 1e-6, np.float32), "buffers": NONE}
+    fleet = Rounds(FederatedPruning(every=2), M)
+    before = chosen(fleet.state)
     for round_ in (1, 2):
-        update = method.read_update(A, state, None, Payload(arrays, {"samples": 1}))
-        total, _ = method.fold(A, state, None, update, None)
-        state, _ = method.finish(C, round_, ["a"], state, total)
-        assert (chosen(state).digest == before.digest) == (round_ == 1)
-    assert not (chosen(state).alive & before.alive).any()  # the waiting units are the stronger ones now
-    fresh = np.setdiff1d(chosen(state).places, weak)
-    np.testing.assert_array_equal(state.parameters[fresh], model(M).parameters[fresh])
+        fleet.close({"a": filled(fleet, 1e-6)})
+        assert (chosen(fleet.state).digest == before.digest) == (round_ == 1)
+    after = chosen(fleet.state)
+    assert not (after.alive & before.alive).any()  # the waiting units are the stronger ones now
+    fresh = np.setdiff1d(after.places, before.places)
+    np.testing.assert_array_equal(fleet.state.parameters[fresh], model(M).parameters[fresh])
 
 
 def test_a_choice_due_in_a_round_without_an_update_follows_the_next_that_counts_one() -> None:
-    method = FederatedPruning(every=2)
-    state = method.start(C)
-    for round_, chooses in ((1, False), (3, True), (4, True), (5, False)):  # round 2 counted none
-        before = chosen(state)
-        update = Update(np.full(before.places.size, 1e-6 / round_, np.float32), NONE, 1.0)
-        total, _ = method.fold(A, state, None, update, None)
-        state, _ = method.finish(C, round_, ["a"], state, total)
-        assert (chosen(state).digest != before.digest) == chooses
+    fleet = Rounds(FederatedPruning(every=2), M, rounds=6)
+    for round_, chooses in enumerate((False, False, True, True, False), 1):
+        before = chosen(fleet.state)
+        fleet.close({"a": filled(fleet, 1e-6 / round_)} if round_ != 2 else {})
+        assert (chosen(fleet.state).digest != before.digest) == chooses
 
 
 def test_no_choice_follows_the_last_round() -> None:

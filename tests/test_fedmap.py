@@ -169,29 +169,26 @@ def test_without_pruning_and_decay_it_is_federated_averaging() -> None:
     assert unpacked(M, ours.state.mask).all()
 
 
-def two_by_hand(method: FedMap) -> tuple[State, Any]:
+def two_by_hand(method: FedMap) -> State:
     """theta = [4, -1, 2, 3] of one layer [2, 2]; devices change it by [-3, 0, 1, 0] and [-1, 0, 0, 2]."""
-    m = mlp(2, 2, bias=False)
-    c = course(m, 4)
-    state = replace(method.start(c), theta=np.array([4, -1, 2, 3], np.float32))
-    meta = {"fingerprint": fingerprint(state.mask, state.theta)}
-    total: Any = None
-    for device, change, samples in (("a", [-3, 0, 1, 0], 1), ("b", [-1, 0, 0, 2], 3)):
-        a = Assignment(c, 1, device)
-        update = Payload({"change": np.array(change, np.float32)}, {**meta, "samples": samples})
-        total, _ = method.fold(a, state, total, method.read_update(a, state, None, update), None)
-    return method.finish(c, 1, ["a", "b"], state, total)
+    p = Rounds(method, mlp(2, 2, bias=False), rounds=4)
+    p.state = replace(p.state, theta=np.array([4, -1, 2, 3], np.float32))
+    meta = {"fingerprint": fingerprint(p.state.mask, p.state.theta)}
+    changes = (("a", [-3, 0, 1, 0], 1), ("b", [-1, 0, 0, 2], 3))
+    p.close({d: Payload({"change": np.array(change, np.float32)}, {**meta, "samples": n}) for d, change, n in changes})
+    assert isinstance(p.state, State)
+    return p.state
 
 
 def test_two_devices_by_hand_move_theta_by_the_mean_and_then_lamp_prunes_it() -> None:
-    state, _ = two_by_hand(FedMap(every=1, prune=0.5))
+    state = two_by_hand(FedMap(every=1, prune=0.5))
     assert state.change.tolist() == [-2, 0, 0.5, 1]
     assert state.theta.tolist() == [0, 0, 2.5, 4]  # before pruning [2, -1, 2.5, 4]
     assert bitset.unpack(state.mask, 4).tolist() == [False, False, True, True]
 
 
 def test_devices_may_count_as_their_samples() -> None:
-    state, _ = two_by_hand(FedMap(every=1, prune=0.5, weights="samples"))
+    state = two_by_hand(FedMap(every=1, prune=0.5, weights="samples"))
     assert state.change.tolist() == [-1.5, 0, 0.25, 1.5]
 
 

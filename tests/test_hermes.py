@@ -13,10 +13,10 @@ from edge_kernels.pruning import add_lasso_slope, group_norms, keep_largest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, clusters, course, grouped, mlp, model, task
+from rounds import Rounds
 
 from edge_client.bundle import F32, Init, Tensor, views
 from edge_client.errors import ConfigError, LostError, PayloadError
-from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
 from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
 from edge_client.methods.shared.units import Units, whole
@@ -274,24 +274,14 @@ def test_an_update_whose_weight_the_guard_lowered_counts_with_that_weight_in_the
 
 
 def test_a_device_alone_gets_back_what_it_sent_in_bytes_for_its_units() -> None:
-    method, t = Hermes(threshold=-1), validated()
-    state = method.start(A.course)
-    kept, record = None, None
-    for round_ in range(1, 5):
-        a = Assignment(A.course, round_, "a")
-        down = decode(encode(method.downlink(a.course, round_, state, record)))
-        got = method.receive(a, kept, down)
-        local = method.local_round(replace(t, assignment=a), kept, got)
-        kept = from_arrays(Kept, to_arrays(local.kept))
-        update = method.read_update(a, state, record, decode(encode(local.update)))
-        total, record = method.fold(a, state, None, update, record)
-        state, _ = method.finish(a.course, round_, ["a"], state, total)
-        own = Units(M, bits.unpack(kept.units, 18))
-        down = method.downlink(a.course, round_ + 1, state, record)
+    fleet = Rounds(Hermes(threshold=-1), M, data={"a": validated().data})
+    for _ in range(4):
+        fleet.play("a")
+        own, down = Units(M, bits.unpack(fleet.kept["a"].units, 18)), fleet.ask("a")
         assert down.arrays["parameters"].nbytes == 4 * own.places.size < 4 * M.d
-        assert method.audience(a.course, round_ + 1, record) == own.digest == down.meta["structure"]
-        personal = method.personal(t, kept, method.receive(a, kept, down))
-        np.testing.assert_array_equal(personal.parameters, local.trained.parameters)
+        assert fleet.audience("a") == own.digest == down.meta["structure"]
+        personal = fleet.personal("a")
+        np.testing.assert_array_equal(personal.parameters, fleet.local["a"].trained.parameters)
         assert personal.mask is not None
         assert not personal.parameters[~personal.mask].any()
 

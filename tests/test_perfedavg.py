@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp, clusters, course, mlp
+from rounds import Rounds
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import State
 from edge_client.methods.perfedavg import PerFedAvg
-from edge_client.protocol.payload import Payload, decode, encode
+from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Batch, Task
 from edge_client.training import Gradient, Trainer
 
@@ -138,17 +139,14 @@ def test_one_personal_step_of_the_trained_model_fits_the_devices_data_better() -
 
 
 def test_the_server_averages_the_models_by_samples_and_refuses_others() -> None:
-    method, c = PerFedAvg(), course(QUADRATIC)
-    state, total = method.start(c), None
+    fleet = Rounds(PerFedAvg(), QUADRATIC)
     send: Callable[[list[float], int], Payload] = lambda w, n: Payload(  # noqa: E731
         {"parameters": np.array(w, np.float32), "buffers": NONE}, {"samples": n}
     )
-    for d, update in (("a", send([1, 2, 3, 4], 1)), ("b", send([5, 2, 3, 0], 3))):
-        a = Assignment(c, 1, d)
-        total, _ = method.fold(a, state, total, method.read_update(a, state, None, decode(encode(update))), None)
-    assert method.finish(c, 1, ["a", "b"], state, total)[0].parameters.tolist() == [4, 2, 3, 1]
+    fleet.close({"a": send([1, 2, 3, 4], 1), "b": send([5, 2, 3, 0], 3)})
+    assert fleet.state.parameters.tolist() == [4, 2, 3, 1]
     with pytest.raises(PayloadError, match="NaN"):
-        method.read_update(Assignment(c, 1, "a"), state, None, send([1, 2, 3, float("nan")], 1))
+        fleet.close({"a": send([1, 2, 3, float("nan")], 1)})
     with pytest.raises(ConfigError, match="variant"):
         make_method({"name": "perfedavg", "variant": "exact"})
 
