@@ -217,11 +217,12 @@ def test_the_units_travel_once_and_again_when_they_were_lost() -> None:
 def test_units_that_do_not_fit_are_lost_and_the_next_downlink_has_them() -> None:
     fleet = Fleet(HideNseek(epochs=1, keep=0.6))
     fleet.play("a", "b")
-    fleet.kept["b"] |= {"units": np.zeros(2, np.uint8)}
+    fleet.kept["b"] = replace(fleet.kept["b"], units=np.zeros(2, np.uint8))
+    with pytest.raises(LostError, match="damaged"):
+        fleet.receive("b")
+    fleet.play("b", lost="b")
     fleet.play("b")
-    assert fleet.lost == ["b"]
-    fleet.play("b")
-    assert UNITS in fleet.downs["b"].arrays
+    assert UNITS in fleet.down["b"].arrays
 
 
 def test_what_was_pruned_is_zero_and_no_sign_of_it_travels() -> None:

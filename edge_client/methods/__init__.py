@@ -185,7 +185,7 @@ class Method(BaseModel):
     def fold(self, a: Assignment, state: Any, total: Any, update: Any, record: Any) -> tuple[Any, Any]:
         """Add one update to the round's running total (None at first): memory O(d), not O(devices * d).
 
-        Returns the total (which may be updated in place) and the device's new record.
+        Returns the total (which may be updated in place) and the device's new record; None leaves the one it has.
         """
         ...
 
