@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,8 @@ def test_every_project_simulates_at_once_on_drawn_weights_that_its_own_export_ha
 def test_without_torch_a_packaged_bundle_runs_and_the_rest_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = command.find_spec
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "torch" else real(name))
+    real = find_spec
+    monkeypatch.setattr("edge_bench.bundles.find_spec", lambda name: None if name == "torch" else real(name))
     new(tmp_path / "mine")
     said = capsys.readouterr().out
     options = re.search(r"maskfleet simulate simulate\.toml (.*)", said)

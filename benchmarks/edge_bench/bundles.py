@@ -19,6 +19,7 @@ from edge_kernels import counter
 from edge_client import bundle, graphs
 from edge_client.bundle import MANIFEST, Bundle
 from edge_client.errors import BundleError, ConfigError
+from edge_client.named_bundles import packaged
 
 NAMES = (
     "mlp-har",
@@ -66,7 +67,7 @@ def open_named(name: str, cache: Path | None = None) -> Bundle:
         raise BundleError(f"no bundle is named {name!r}; there are {', '.join(NAMES)}")
 
     def check() -> None:
-        if find_spec("torch") is None or find_spec("onnxscript") is None:
+        if missing_exporter():
             raise ConfigError(f"bundle {name!r} is built with PyTorch; run: pip install 'maskfleet[author]'")
 
     def make(folder: Path) -> None:
@@ -75,6 +76,16 @@ def open_named(name: str, cache: Path | None = None) -> Bundle:
         build(name, folder)
 
     return into_cache(f"{name}-{recipe()}", make, check, cache)
+
+
+def is_named(name: str) -> bool:
+    """Whether a bundle of this name is packaged or built on demand."""
+    return name in NAMES or name in packaged()
+
+
+def missing_exporter() -> list[str]:
+    """The packages that an export needs and that are not installed."""
+    return [name for name in ("torch", "onnxscript") if find_spec(name) is None]
 
 
 def into_cache(

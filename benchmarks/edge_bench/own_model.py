@@ -11,14 +11,13 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from edge_bench.bundles import into_cache, recipe
+from edge_bench.bundles import into_cache, missing_exporter, recipe
 from edge_bench.data.own import DeviceFiles
 from edge_bench.data.sources import Samples
 from edge_client.bundle import MANIFEST, Between, Bundle, ClassNames, Normalisation
@@ -119,7 +118,7 @@ def open_module(
             raise ModelError(f"{error}{_advice(table, arguments, str(error))}") from error
 
     def check() -> None:
-        if find_spec("torch") is None or find_spec("onnxscript") is None:
+        if missing_exporter():
             raise ConfigError(
                 f"bundle = {place!r} is exported with PyTorch; run: pip install 'maskfleet[author]', or try a packaged "
                 "bundle that takes such samples, like --bundle digits for 8x8 images"

@@ -117,7 +117,7 @@ def divide(config: DataConfig, seed: int, found: Samples | None = None) -> tuple
         raise ConfigError(f"classes = {config.classes}, but {config.called} has {there}{chosen}; lower it")
     rows = np.sort(counter.permutation(counter.key(seed, "samples"), len(s.y))[: config.samples])
     s = _chosen(s, rows)
-    count = config.devices or 10
+    count = config.count
     if config.per_class is not None:
         if len(np.unique(s.unit)) < len(s.y):
             raise ConfigError(f"{config.called} has groups, and `per_class` draws single samples; leave it out")
@@ -147,7 +147,7 @@ def deal(config: DataConfig, s: Samples, seed: int) -> NDArray[np.int64]:
 
     Raises ConfigError when the devices are too many for the data.
     """
-    count, n = config.devices or 10, len(s.y)
+    count, n = config.count, len(s.y)
     if count * FEWEST > n:
         raise ConfigError(f"{count} devices cannot each get {FEWEST} of {n} samples; use fewer devices")
     _, first, unit, size = np.unique(s.unit, return_index=True, return_inverse=True, return_counts=True)

@@ -160,6 +160,11 @@ class DataConfig(BaseModel):
         return self.model_copy(update=changes)
 
     @property
+    def count(self) -> int:
+        """The number of devices that samples without makers are divided over."""
+        return self.devices or 10
+
+    @property
     def called(self) -> str:
         """The data set in a heading: its name, or what a user's own data is read from."""
         if self.factory is not None:

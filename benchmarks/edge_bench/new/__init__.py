@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from edge_bench.bundles import missing_exporter
 from edge_bench.command_line import check_new_folder
 from edge_client.errors import ConfigError
 
@@ -83,7 +84,7 @@ def package(name: str, method: str) -> dict[str, str]:
 
 def advice(folder: Path) -> list[str]:
     """What can be run now, and what has to be installed for the rest."""
-    lacks = [name for name in ("torch", "onnxscript") if find_spec(name) is None]
+    lacks = missing_exporter()
     data = [] if find_spec("sklearn") else ["data.py reads scikit-learn's digits; run: pip install 'maskfleet[bench]'"]
     if not lacks:
         return [*data, f"next: cd {shlex.quote(str(folder))} && maskfleet simulate simulate.toml"]

@@ -51,7 +51,7 @@ UPDATED = """async () => { const begin = performance.now(); await update(); retu
 Figures = dict[str, float]
 
 
-class Fleet:
+class Devices:
     """Devices of one federation: each has a credential, all of them share some connections."""
 
     def __init__(self, url: str, token: str) -> None:
@@ -98,7 +98,7 @@ class Fleet:
         return bool(work["status"] == "train")
 
 
-def prepare(fleet: Fleet, devices: int, cohort: int, rounds: int) -> None:
+def prepare(fleet: Devices, devices: int, cohort: int, rounds: int) -> None:
     """Enrol the devices, close all rounds but the last, and leave that one half done with some failures."""
     names = [f"device-{i:05}" for i in range(devices)]
     with ThreadPoolExecutor(8) as threads:
@@ -192,7 +192,7 @@ def main(
         url = coordinator(start, folder, {**plugin(folder), OPERATOR_ENV: token})[1]
         with Operator(url, token) as operator:
             join = create(operator, folder, KIND, D, cohort, rounds=rounds, guard="none")
-        prepare(Fleet(url, join), devices, cohort, rounds)
+        prepare(Devices(url, join), devices, cohort, rounds)
         found = measure(started, url, token, repeats, picture)
     for page, figures in found.items():
         print(f"{page}: " + ", ".join(f"{k} {v['median']:.4g} (most {v['most']:.4g})" for k, v in figures.items()))

@@ -100,7 +100,7 @@ class Device:
         self.reader = self.writer = None
 
 
-class Fleet:
+class Pollers:
     """Every device, and what they have done."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
@@ -186,7 +186,7 @@ class Fleet:
 # --- the measurement
 
 
-async def _wait_for(fleet: Fleet, updates: int) -> None:
+async def _wait_for(fleet: Pollers, updates: int) -> None:
     """Return once so many updates were acknowledged. Raises ConfigError when that takes too long."""
     end = time.monotonic() + PATIENCE
     while fleet.updates < updates:
@@ -201,7 +201,7 @@ async def _all(
     """One row for each setting, which the federation runs one after another."""
     rows: list[dict[str, Any]] = []
     host, port = url.removeprefix("http://").split(":")
-    fleet = Fleet(host, int(port), token)
+    fleet = Pollers(host, int(port), token)
     for enrolled, polling in settings:
         await fleet.enrol(enrolled)
         await fleet.poll(polling)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edge_bench.bundles import NAMES, UNSEEN, open_named
+from edge_bench.bundles import NAMES, UNSEEN, is_named, open_named
 from edge_bench.command_line import known_names, names_of
 from edge_bench.data import datasets
 from edge_bench.data.datasets import Divided
@@ -78,8 +78,9 @@ def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationCon
     if config.export.model_fields_set and not is_place(config.bundle):
         raise ConfigError(f"[export] is for a bundle of a Python file (FILE.py:FUNCTION); bundle = {config.bundle!r}")
     refuse_seen(config.bundle, config.data)
-    named = config.bundle in (*packaged(), *NAMES)
-    bundle = config.bundle if named else os.path.join(folder, config.bundle)  # which keeps a leading ./
+    bundle = (
+        config.bundle if is_named(config.bundle) else os.path.join(folder, config.bundle)
+    )  # which keeps a leading ./
     return config.model_copy(update={"bundle": bundle, "data": config.data.beside(folder)})
 
 
@@ -113,7 +114,7 @@ def read_simulation(
     """
     content = toml.read(file) | {k: v for k, v in changes.items() if v is not None}
     if (given := changes.get("bundle")) is not None:  # an option's path is relative to where the command runs
-        content["bundle"] = given if given in (*packaged(), *NAMES) else str(Path(given).resolve())
+        content["bundle"] = given if is_named(given) else str(Path(given).resolve())
         content |= {} if is_place(given) else {"export": {}}
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, dict):

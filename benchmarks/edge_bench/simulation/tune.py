@@ -24,7 +24,7 @@ import typer
 from edge_kernels import counter
 
 from edge_bench import own_model, provenance, report, toml_text
-from edge_bench.bundles import NAMES
+from edge_bench.bundles import NAMES, is_named
 from edge_bench.command_line import check_writable, plain_console, write_json
 from edge_bench.curves import amount, mean, shown
 from edge_bench.data.cli import ABOUT
@@ -245,7 +245,7 @@ def tuned_toml(content: Mapping[str, Any], plan: Plan, found: Mapping[str, Trial
             k: str(Path(moved[k]).resolve()) for k in moved if k == "path" or (k == "factory" and ".py:" in moved[k])
         }
         table["data"] = {**content["data"], **places}
-        if content["bundle"] not in (*packaged(), *NAMES):
+        if not is_named(content["bundle"]):
             table["bundle"] = str(Path(plan.config.bundle).resolve())
     return toml_text.dumps(table)
 
