@@ -92,3 +92,19 @@ def test_the_list_has_every_benchmark_and_none_ends_in_a_traceback_when_extras_a
         said = (tmp_path / name).read_text()
         needs = r"edge_bench: this benchmark needs \w+, which is not installed; run: pip install 'maskfleet\[\w+\]'\n"
         assert "Usage:" in said or re.fullmatch(needs, said), (name, said, done.stderr)
+
+
+def test_a_commit_has_a_mark_when_anything_but_results_has_changed(tmp_path: Path) -> None:
+    results = tmp_path / "benchmarks" / "results" / "x.json"
+    results.parent.mkdir(parents=True)
+    for file in (tmp_path / "code.py", results):
+        file.write_text("1")
+    assert provenance.commit(tmp_path) == ""
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"]):
+        subprocess.run(["git", *words], check=True, cwd=tmp_path)
+    clean = provenance.commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    results.write_text("2")
+    assert provenance.commit(tmp_path) == clean
+    (tmp_path / "code.py").write_text("2")
+    assert provenance.commit(tmp_path) == clean + "+"

@@ -83,17 +83,20 @@ def processor(root: Path = Path("/")) -> str:
     return named or platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """The checkout's commit, with "+" when tracked files differ from it; empty outside a checkout."""
-    if not (Path(__file__).parents[2] / ".git").exists():  # installed, perhaps below another project's checkout
+def commit(root: Path = Path(__file__).parents[2]) -> str:
+    """The checkout's commit, with "+" when tracked files but results differ from it; empty outside a checkout."""
+    if not (root / ".git").exists():  # installed, perhaps below another project's checkout
         return ""
-    words = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.run(
-            words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        ).stdout.strip()
+        name = _git(root, "rev-parse", "--short=12", "HEAD")
+        changed = _git(root, "diff", "--name-only", "HEAD", "--", ".", ":(exclude)benchmarks/results")
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return name + ("+" if changed else "")
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=root).stdout.strip()
 
 
 def state() -> dict[str, Any]:
