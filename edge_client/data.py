@@ -197,8 +197,8 @@ def doubts(arrays: Mapping[str, NDArray[Any]], x: NDArray[Any], takes: Input, wh
     if takes.normalisation is None and takes.between is None and "normalised" in arrays:
         mark = "normalised" if np.all(arrays["normalised"]) else "not normalised"
         yield (
-            f"{what}: its samples are marked as {mark}, but the bundle has no normalisation: "
-            "samples are used as they stand, so prepare those of all devices alike"
+            f"{what}: its samples are marked as {mark}, but the bundle has no normalisation, so they are used as they "
+            "stand; prepare those of all devices alike"
         )
     off = _off_scale(x[:: max(len(x) // CHECKED, 1)].astype(np.float64), takes)
     if off is not None:

@@ -104,6 +104,21 @@ def test_an_event_a_message_and_the_exit_code_say_that_a_model_was_not_compacted
     assert "not compacted: logits differ by 1" in capsys.readouterr().err
 
 
+def test_the_card_of_a_model_has_the_rounds_that_were_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards: list[Any] = []
+
+    def noted(*given: Any) -> Report:
+        cards.append(given[-1])
+        return conclude(*given)
+
+    monkeypatch.setattr("edge_client.conclude.conclude", noted)
+    coordinator = Coordinator(rounds=3)
+    device(tmp_path, coordinator).run(rounds=1)
+    coordinator.rounds = 2  # as an operator changes it
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    assert cards[0]["rounds"] == 2
+
+
 def test_a_device_says_that_its_samples_may_not_be_what_the_model_is_made_for(tmp_path: Path) -> None:
     for scale in (1, 200):
         given, said = replace(samples(), x=scale * samples().x), list[Event]()

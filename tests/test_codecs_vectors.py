@@ -12,7 +12,7 @@ import lattice_reader
 import numpy as np
 import pytest
 from edge_kernels import codecs, counter, coupling, lattice
-from edge_kernels.codecs import counts, fuse, png, values
+from edge_kernels.codecs import CodecError, counts, fuse, png, values
 
 FOLDER = Path(__file__).parent / "vectors"
 
@@ -207,3 +207,24 @@ def test_the_generator_gives_the_committed_numbers() -> None:
         assert [str(n) for n in counter.uint64(stream, 4, int(case["start"]))] == case["uint64"]
         assert [float(u).hex() for u in counter.uniform(stream, 4, int(case["start"]))] == case["uniform"]
         assert counter.permutation(stream, 8).tolist() == case["permutation"]
+
+
+@pytest.mark.parametrize(("known", "case"), [(known, case) for known in cases("lattice") for case in known["low"]])
+def test_both_readers_read_planes_of_low_bits_and_padding_is_refused(
+    known: dict[str, Any], case: dict[str, Any]
+) -> None:
+    data, spans, at = bytes.fromhex(case["hex"]), [], 0
+    for rows, columns in known["shapes"]:
+        spans.append((slice(at, at + rows * columns), rows, columns))
+        at += rows * columns
+    distances = lattice_distances(known, case["kind"])
+    what = lattice.Known(spans, *distances)
+    assert data[0] >> 4 == 12
+    assert lattice.decode(data, what).tolist() == case["values"]
+    plain = [x if x is None else x.tolist() for x in distances]
+    assert lattice_reader.values(data, known["shapes"], *plain) == case["values"]
+    end_of_plane = 2 + -(-at // 8) - 1
+    bad = data[:end_of_plane] + bytes([data[end_of_plane] | 0x80]) + data[end_of_plane + 1 :]
+    assert at % 8
+    with pytest.raises(CodecError, match="low bits"):
+        lattice.decode(bad, what)

@@ -133,6 +133,11 @@ def test_state_records_and_kept_values_survive_the_store(name: str) -> None:
 
 
 @every_method
+def test_a_round_leaves_what_the_device_kept_and_received_as_they_are(name: str) -> None:
+    methods.leaves_its_inputs(made(name), digits())
+
+
+@every_method
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_a_malformed_update_is_refused_and_a_damaged_one_raises_nothing_else(name: str, rounds: int) -> None:
     methods.refuses_what_is_malformed(made(name), digits(), rounds)
@@ -212,7 +217,7 @@ def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
 def test_each_model_that_a_device_may_end_with_becomes_a_file(name: str, tmp_path: Path) -> None:
     there, device = methods.middle(made(name), digits(), 2), min(digits().devices)
     turns, downlinks = there.sim.turns(3, {device: 0})
-    task = there.sim.workers._kit.task(3, turns[0])
+    task = there.sim.workers.task(3, turns[0])
     content, how = payload.decode(downlinks[turns[0].audience]), there.sim.method
     sizes = {}
     for source in ("global", "local"):

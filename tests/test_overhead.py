@@ -54,6 +54,13 @@ def writers() -> list[str]:
     return sorted([*found, "edge_bench.timing.codecs"])  # that is `maskfleet codecs bench`
 
 
+def test_the_benchmarks_that_write_a_file_are_found() -> None:
+    known = {"overhead.dashboard", "overhead.light_devices", "overhead.round_overhead", "simulation.repeat",
+             "timing.codecs", "timing.executorch_step", "timing.export_operators", "timing.lattice_speed",
+             "timing.speed", "timing.step_time"}  # fmt: skip
+    assert {f"edge_bench.{name}" for name in known} <= set(writers())
+
+
 @pytest.mark.parametrize("name", writers())
 def test_a_benchmark_that_could_not_write_its_figures_does_not_begin(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -9,12 +9,14 @@ import pytest
 from edge_bench.simulation import repeat
 
 from edge_client.errors import ConfigError
+from edge_client.methods.standalone import Standalone
 
 pytest.importorskip("sklearn")
 CONFIG = """
 bundle = "digits"
 rounds = {rounds}
 cohort = 2
+{more}
 [data]
 name = "digits"
 devices = 2
@@ -25,15 +27,15 @@ lr = {lr}
 """
 
 
-def played(folder: Path, seeds: str, lr: float = 0.1, rounds: int = 2) -> dict[str, object]:
-    (folder / "run.toml").write_text(CONFIG.format(lr=lr, rounds=rounds))
+def played(folder: Path, seeds: str, lr: float = 0.1, rounds: int = 2, more: str = "") -> dict[str, object]:
+    (folder / "run.toml").write_text(CONFIG.format(lr=lr, rounds=rounds, more=more))
     repeat.main(folder / "run.toml", out=folder / "out.json", seeds=seeds, only=None, bundle=None)
     found: dict[str, object] = json.loads((folder / "out.json").read_text())
     return found
 
 
 def test_a_second_start_runs_what_is_missing_or_has_other_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(played(tmp_path, "0")["runs"]) == {"fedavg/0", "standalone/0"}  # type: ignore[call-overload]
     capsys.readouterr()
@@ -42,8 +44,14 @@ def test_a_second_start_runs_what_is_missing_or_has_other_settings(
     found = played(tmp_path, "0,1", lr=0.2)
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["fedavg/0", "fedavg/1"]
     assert {run["settings"]["lr"] for name, run in found["runs"].items() if "fedavg" in name} == {0.2}  # type: ignore[attr-defined]
-    played(tmp_path, "0", rounds=3)
+    found = played(tmp_path, "0", rounds=3)
     assert len(capsys.readouterr().out.splitlines()) == 2
+    assert set(found["runs"]) == {"fedavg/0", "standalone/0"}  # type: ignore[call-overload]
+    played(tmp_path, "0", rounds=3, more='personalise = "global"')
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setattr(Standalone, "revision", 99)
+    played(tmp_path, "0", rounds=3, more='personalise = "global"')
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["standalone/0"]
 
 
 def test_the_summary_has_the_mean_of_the_seeds(tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_the_summary_has_the_mean_of_the_seeds(tmp_path: Path) -> None:
     assert summary["last_round_bits_up"] == pytest.approx(sum(last) / 2)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"runs": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"runs": 3}', '{"runs": {"a/0": 3}, "summary": {}, "settings": {}}'])
 def test_a_file_that_is_not_this_commands_is_refused_before_anything_runs(content: str, tmp_path: Path) -> None:
     (tmp_path / "out.json").write_text(content)
     with pytest.raises(ConfigError, match="not a file of this command"):

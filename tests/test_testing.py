@@ -57,6 +57,19 @@ class Forgetful(FedAvg):
         return marked, records
 
 
+class Wasteful(FedAvg):
+    """Trains in the arrays that it received."""
+
+    def receive(self, a: Any, kept: Any, downlink: Payload) -> Any:
+        received = super().receive(a, kept, downlink)
+        return replace(received, parameters=received.parameters.copy())  # those of a payload cannot be written
+
+    def local_round(self, task: Any, kept: Any, received: Any) -> Any:
+        done = super().local_round(task, kept, received)
+        received.parameters += np.float32(1e-3)
+        return done
+
+
 @pytest.mark.parametrize(
     ("kind", "check", "sentence"),
     [
@@ -64,6 +77,7 @@ class Forgetful(FedAvg):
         (Crashing, methods.refuses_what_is_malformed, "raised KeyError.*raise PayloadError"),
         (Random, methods.repeats, "differs in .*edge_kernels.counter"),
         (Forgetful, methods.survives_the_store, "the state after two rounds is another"),
+        (Wasteful, methods.leaves_its_inputs, "gives another update; copy arrays"),
     ],
 )
 def test_a_method_that_breaks_its_contract_is_told_how(kind: type[FedAvg], check: Any, sentence: str) -> None:
@@ -73,7 +87,8 @@ def test_a_method_that_breaks_its_contract_is_told_how(kind: type[FedAvg], check
 
 def test_check_method_runs_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    every = ["repeats", "takes_late_devices", "survives_lost_state", "survives_the_store", "refuses_what_is_malformed"]
+    every = ["repeats", "takes_late_devices", "survives_lost_state", "survives_the_store", "leaves_its_inputs"]
+    every.append("refuses_what_is_malformed")
     for name in every:
         monkeypatch.setattr(methods, name, lambda *given, name=name: called.append(name))
     testing.check_method(FedAvg())

@@ -27,9 +27,11 @@ from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, DivergedError, LostError, MaskfleetError
 from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
+from edge_client.methods.lattice.method import Lattice
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.messages import FederationConfig
-from edge_client.task import Course, Local, Task
+from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment, Course, Local, Task
 from edge_client.training import open_trainer
 
 pytest.importorskip("sklearn")
@@ -212,3 +214,18 @@ def test_a_method_that_cannot_read_its_own_first_downlink_is_an_error_not_a_loop
     monkeypatch.setattr(Standalone, "receive", receive)
     with pytest.raises(MaskfleetError, match="no luck"):
         simulate(bundle, devices, {"name": "standalone"})
+
+
+def test_a_downlink_is_decoded_once_for_the_devices_of_an_audience_that_kept_the_same(
+    bundle: Bundle, devices: dict[str, DeviceData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[tuple[int, bool]] = []
+    receive = Lattice.receive
+
+    def counted(self: Lattice, a: Assignment, kept: Any, downlink: Payload) -> Any:
+        decoded.append((a.round, kept is None))
+        return receive(self, a, kept, downlink)
+
+    monkeypatch.setattr(Lattice, "receive", counted)
+    simulate(bundle, dict(list(devices.items())[:3]), {"name": "lattice", "epochs": 1}, rounds=2)
+    assert decoded == [(1, True), (2, False), (3, False)]

@@ -57,17 +57,17 @@ class Downlinks:
             raise StaleError(f"round {round_} is not under way")
         if self._round != round_:
             self._round, self._audiences, self._made, self._room = round_, {}, {}, IN_MEMORY
-        if (made := self._whole(self._audiences.get(device))) is None:
+        if (made := self._usable(self._audiences.get(device))) is None:
             record = await asyncio.to_thread(self._values.record, device, round_)
             audience = self._values.method.audience(values.course, round_, record)
             if self._round != round_:
                 raise StaleError(f"round {round_} is not under way")
             self._audiences[device] = audience
-            if (made := self._whole(audience)) is None:
+            if (made := self._usable(audience)) is None:
                 made = self._made[audience] = asyncio.create_task(self._make(values, round_, record))
         return await asyncio.shield(made)
 
-    def _whole(self, audience: str | None) -> asyncio.Task[Downlink] | None:
+    def _usable(self, audience: str | None) -> asyncio.Task[Downlink] | None:
         """The downlink of an audience, made or in the making; None where there is none or it has failed."""
         made = None if audience is None else self._made.get(audience)
         failed = made is not None and made.done() and (made.cancelled() or made.exception() is not None)

@@ -25,7 +25,7 @@ from edge_kernels.lattice_model import GUESS, HIGHEST, I32, I64, LOWEST, OCTAVE,
 
 Bits = NDArray[np.bool_]
 
-_HIGH = 3  # bits of the usual number that are coded where its lowest ones are not
+_HIGH = 4  # bits of a large number that are coded where its lowest ones are not
 _MOST_LOW = 15  # bits
 _UNARY = 16  # magnitudes below this are unary
 _CLASSES = 16  # of flags
@@ -56,7 +56,7 @@ def encode(values: I32, known: Known) -> bytes:
         return b""
     if (data := _encoded(values.astype(np.int64), known)) is not None:
         return data
-    usual = int(np.median(np.abs(values[places].astype(np.int64)))).bit_length()
+    usual = int(np.quantile(np.abs(values[places].astype(np.int64)), 0.9)).bit_length()
     for low in range(min(max(1, usual - _HIGH), _MOST_LOW), _MOST_LOW + 1):
         high, rest = _split(values, low)
         if (data := _encoded(high, known, low, rest)) is not None:
@@ -84,7 +84,7 @@ def _encoded(values: I64, known: Known, low: int = 0, planes: bytes = b"") -> by
 
 
 def _symbols(sizes: I64) -> int:
-    """The least number of symbols of these magnitudes: one for each flag of `_sizes` that is set, but for bits."""
+    """The fewest symbols that these magnitudes take: one for each set flag of `_sizes`, less the bits below the top."""
     width = np.frexp(np.maximum(sizes - _UNARY + 1, 1).astype(np.float64))[1] - 1
     return int(np.minimum(sizes, _UNARY).sum() + width.sum())
 

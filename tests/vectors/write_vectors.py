@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from edge_kernels import codecs, counter, coupling, lattice
 from edge_kernels.codecs import counts, fuse, png, values
+from numpy.typing import NDArray
 
 HERE = Path(__file__).parent
 
@@ -118,6 +119,14 @@ def coupling_cases() -> list[dict[str, Any]]:
     return [{**known, "cases": out}]
 
 
+def low_bits(values: NDArray[np.int32], known: lattice.Known) -> bytes:
+    """A payload with 12 low bits of each value in planes."""
+    high, planes = lattice._split(values, 12)
+    data = lattice._encoded(high, known, 12, planes)
+    assert data is not None
+    return data
+
+
 def lattice_cases() -> list[dict[str, Any]]:
     """A device's numbers, a cohort's sum and a whole vector; large numbers, few, none, several lanes."""
     shapes = [(30, 20), (30, 1), (4, 31), (3, 1)]
@@ -149,6 +158,12 @@ def lattice_cases() -> list[dict[str, Any]]:
             "cases": [
                 {"kind": kind, "values": values.tolist(), "hex": lattice.encode(values, what).hex()}
                 for kind, values, what in made
+            ],
+            # What a writer does with many more numbers of this size: their lowest 12 bits are in planes.
+            "low": [
+                {"kind": kind, "values": values.tolist(), "hex": low_bits(values, what).hex()}
+                for kind, values, what in made
+                if values is large
             ],
         }
     ]

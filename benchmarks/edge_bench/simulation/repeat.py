@@ -2,9 +2,10 @@
 
     python -m edge_bench.simulation.repeat benchmarks/configs/masks_mnist.toml --seeds 0,1,2 --out results.json
 
-The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), a digest of its
-settings, the command, the commit and the machine. A run with other settings now is run again. `summary` has the mean
-over the seeds of the score and of bits per parameter in the last round.
+The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), the settings, the
+command, the commit and the machine. A method with other settings or another revision now is run again; with other
+settings of the simulation everything is. `summary` has the mean over the seeds of the score and of bits per parameter
+in the last round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import typer
 from edge_bench import provenance, report
 from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.curves import shown
-from edge_bench.reproductions.reproduction import Cell, key
+from edge_bench.reproductions.reproduction import stands
 from edge_bench.reproductions.stored_runs import fitting
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import open_simulation
@@ -56,15 +57,17 @@ def summary(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return table
 
 
-def _stored(path: Path) -> dict[str, dict[str, Any]]:
-    """The runs of the file of an earlier start. Raises ConfigError when it is none."""
+def _stored(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The runs of an earlier start, none when it had other settings. Raises ConfigError when the file is another's."""
     if not path.exists():
         return {}
     try:
         found = fitting(json.loads(path.read_bytes()), {"runs": dict, "summary": dict, "settings": dict})
+        for run in found["runs"].values():
+            fitting(run, {"settings": dict, "rounds": list})
     except ValueError as error:
         raise ConfigError(f"--out {path} is not a file of this command ({error}); name another one") from None
-    runs: dict[str, dict[str, Any]] = found["runs"]
+    runs: dict[str, dict[str, Any]] = found["runs"] if found["settings"] == settings else {}
     return runs
 
 
@@ -77,17 +80,19 @@ def main(
 ) -> None:
     """Run every method of a simulation for every seed."""
     check_writable(out, "--out", source=config)
-    origin, runs = provenance.origin(), _stored(out)
-    for seed in map(int, seeds.split(",")):
+    origin, runs = provenance.origin(), dict[str, dict[str, Any]]()
+    for i, seed in enumerate(map(int, seeds.split(","))):
         checked, found, devices = open_simulation(config, only, seed=seed, bundle=bundle)
-        settings = checked.model_dump(mode="json", exclude={"methods", "seed", "bundle"})
+        settings = checked.model_dump(mode="json", exclude={"methods", "seed", "processes"})
+        runs = runs if i else _stored(out, settings)
         for label, table in checked.methods.items():
-            name, one = f"{label}/{seed}", checked.model_copy(update={"methods": {label: table}})
-            cell = key(Cell("", label, one))
-            if runs.get(name, {}).get("cell") == cell:
+            name, method = f"{label}/{seed}", checked.method(label)
+            if name in runs and stands(runs[name], method):
                 continue
+            one = checked.model_copy(update={"methods": {label: table}})
             record = report.simulated(run_all(one, found, devices)[label], found.model())
-            runs[name] = {**slim(record), "cell": cell, "command": provenance.command(), "commit": provenance.commit()}
+            made = {"revision": method.revision, "command": provenance.command(), "commit": provenance.commit()}
+            runs[name] = {**slim(record), **made}
             print(f"{name}: {shown(record['score_mean'], '.4f')}", flush=True)
             write_json(out, {**origin, "settings": settings, "summary": summary(runs), "runs": runs})
 

@@ -111,7 +111,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _Read:
-    """A downlink as the devices of an audience understood it that had kept the same."""
+    """A decoded downlink, and the round, audience and kept arrays that it was decoded for."""
 
     round: int
     audience: str
@@ -132,6 +132,8 @@ class _Kit:
 
         def read(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
             own = local.of_method(kept)
+            if self.reads and self.reads[-1].round != round_:
+                self.reads.clear()
             for known in self.reads:
                 if (known.round, known.audience) == (round_, turn.audience) and _same(known.kept, own):
                     return known.understood
@@ -207,6 +209,10 @@ class Workers:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+
+    def task(self, round_: int, turn: Turn) -> Task:
+        """What a method is given for this turn."""
+        return self._kit.task(round_, turn)
 
     def train(self, round_: int, turns: Sequence[Turn], downlinks: Mapping[str, bytes]) -> Iterator[Trained | Lost]:
         """Each device's local round."""

@@ -20,6 +20,7 @@ from edge_bench.simulation.file import find_bundle
 from edge_bench.simulation.simulate import Mishaps, Simulated, Simulation, run
 from edge_bench.simulation.workers import Site, Trained, Workers
 from edge_bench.testing.require import require
+from edge_client import local
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import PayloadError
@@ -75,6 +76,7 @@ def check_method(method: Method, ground: Ground | None = None) -> None:
     takes_late_devices(method, there)
     survives_lost_state(method, there)
     survives_the_store(method, there)
+    leaves_its_inputs(method, there)
     for rounds in (0, 1):
         refuses_what_is_malformed(method, there, rounds)
 
@@ -215,6 +217,21 @@ def survives_the_store(method: Method, ground: Ground) -> None:
             f"{method.name}: the {what} after two rounds is another when everything was stored and read in between; "
             "put all that the next round needs into the dataclasses of state_type, record_type and kept_type",
         )
+
+
+def leaves_its_inputs(method: Method, ground: Ground) -> None:
+    """A device's functions leave what it kept and received as they are: used again, these give the same update."""
+    there, device = middle(method, ground, 2), min(ground.devices)
+    ((turn,), downlinks) = there.sim.turns(3, {device: there.assignment(device).place})
+    task, content = there.sim.workers.task(3, turn), payload.decode(downlinks[turn.audience])
+    kept, received = local.understand(method, task.assignment, turn.kept, content)
+    method.personal(task, kept, received)
+    one, other = (payload.encode(method.local_round(task, kept, received).update) for _ in range(2))
+    require(
+        one == other,
+        f"{method.name}: a second `local_round` from the same values gives another update; copy arrays of `kept` and "
+        "`received` before you change them, since a simulator gives them to several devices",
+    )
 
 
 def refuses_what_is_malformed(method: Method, ground: Ground, rounds: int = 0) -> None:

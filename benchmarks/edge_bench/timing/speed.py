@@ -46,7 +46,7 @@ def plain_loop(case: Case) -> tuple[float, torch.Tensor]:
             started = time.perf_counter()
         total, sums = torch.zeros_like(model), [torch.zeros(b.shape) for b in statistics]
         for name in choose_cohort(config, tuple(names), round_, 1, case.cohort):
-            vector_to_parameters(model.clone(), net.parameters())  # which become views of the vector
+            vector_to_parameters(model.clone(), net.parameters())  # a copy: the parameters become views of it
             with torch.no_grad():
                 for b, value in zip(net.buffers(), statistics, strict=True):
                     b.copy_(value)

@@ -151,7 +151,10 @@ def carried(values: F32 | None, packed: Packed, now: Units) -> F32 | None:
         return None
     places, every = held(now.manifest, packed).places, np.zeros(now.manifest.d, np.float32)
     if values.size != places.size:
-        raise LostError(f"the device kept {values.size} values, and its structure has {places.size} parameters")
+        raise LostError(
+            f"the device kept {values.size} values, and its structure has {places.size} parameters; "
+            "the coordinator sends everything again"
+        )
     every[places] = values
     return every[now.places]
 
