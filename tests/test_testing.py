@@ -66,7 +66,7 @@ class Wasteful(FedAvg):
 
     def local_round(self, task: Any, kept: Any, received: Any) -> Any:
         done = super().local_round(task, kept, received)
-        received.parameters += np.float32(1e-3)
+        received.parameters[:] += np.float32(1e-3)
         return done
 
 
