@@ -16,6 +16,7 @@ TASKS = {"mnist": "lattice-mnist", "har": "lattice-har", "femnist": "lattice-fem
 LABELS = {
     "FedAvg": "fedavg",
     "Lattice": "lattice",
+    "Lattice, `quantum = 2.5`": "lattice-fine",
     "Lattice, `quantum = 10`": "lattice-10",
     "Lattice, `quantum = 15`": "lattice-thrifty",
     "STC, `keep = 0.04`": "stc-25",
@@ -97,8 +98,9 @@ EPOCHS = {"Lattice at its default": "default", "Lattice, `epochs = 1`": "one", "
 @pytest.mark.parametrize("row", EPOCHS)
 def test_the_table_of_epochs_has_the_committed_figures(row: str) -> None:
     runs = json.loads((ROOT / "benchmarks" / "results" / "lattice_epochs.json").read_text())["runs"]
-    run = runs[f"{EPOCHS[row]}/0"]
-    line = f"| {row} | {100 * run['score_mean']:.1f} | {run['bytes_per_device'] / 1000:,.0f} |"
+    mine = [runs[f"{EPOCHS[row]}/{seed}"] for seed in range(6)]
+    score, sent = (mean(run[figure] for run in mine) for figure in ("score_mean", "bytes_per_device"))
+    line = f"| {row} | {100 * score:.1f} | {sent / 1000:,.0f} |"
     assert line in PAGE.splitlines(), line
 
 
