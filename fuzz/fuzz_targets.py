@@ -123,8 +123,7 @@ def lattice_targets(large: bool = False) -> list[Target]:
     for label, numbers, what in (("up", found, known), ("whole", held, whole), ("whole sparse", found, whole)):
         data = lattice.encode(numbers, what)
         out.append(Target(f"lattice {label} d={d}", partial(lattice.decode, known=what), data, 8 * d + TABLES))
-    high, planes = lattice._split(1000 * found, 9)
-    if (low := lattice._encoded(high, known, 9, planes)) is None:
+    if (low := lattice._encoded(1000 * found, known, 9)) is None:
         raise RuntimeError("the coder refuses these numbers with low bits")
     return [*out, Target(f"lattice low bits d={d}", partial(lattice.decode, known=known), low, 8 * d + TABLES)]
 

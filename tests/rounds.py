@@ -82,7 +82,7 @@ class Rounds:
         self.took_part: list[str] = []
         """The devices whose updates the last round counted."""
         self.seen = set(self.data)
-        """The devices that the federation knows."""
+        """The devices that have data here or took part."""
 
     def task(self, device: str, round_: int | None = None, place: int = 0) -> Task:
         """The device's part in a round, by default in the next one."""

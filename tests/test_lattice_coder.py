@@ -80,7 +80,7 @@ def test_numbers_whose_low_bits_travel_as_they_are_are_read_by_both_readers(
     case: tuple[I32, lattice.Known], low: int
 ) -> None:
     values, known = case
-    data = lattice._encoded(*_halves(values, known, low))
+    data = lattice._encoded(values, known, low)
     assert data is not None
     if not values.any():
         with pytest.raises(CodecError, match="zeros"):
@@ -91,11 +91,6 @@ def test_numbers_whose_low_bits_travel_as_they_are_are_read_by_both_readers(
     plain = [x if x is None else x.tolist() for x in (known.fall, known.rise, known.held)]
     if len(values) < 500:
         assert lattice_reader.values(data, shapes, *plain) == values.tolist()
-
-
-def _halves(values: I32, known: lattice.Known, low: int) -> tuple[NDArray[np.int64], lattice.Known, int, bytes]:
-    high, planes = lattice._split(values, low)
-    return high, known, low, planes
 
 
 def test_a_million_large_numbers_are_coded_near_their_entropy() -> None:

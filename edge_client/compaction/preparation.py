@@ -16,6 +16,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from edge_client.compaction.batch_norm import folded
 from edge_client.compaction.net import Net, Shape, build, drop_unused, inner_reads, subgraphs
 from edge_client.compaction.operators import Array, Operators
 from edge_client.errors import CompactionError
@@ -136,13 +137,10 @@ def _fold_batch_norms(net: Net) -> None:
         if not plain or any(v and v not in net.constants for v in names) or (axis and given.get("group", 1) != 1):
             continue
         weight = net.constants[layer.input[1]]
-        channels = len(net.constants[norm.input[1]])
-        bias = net.constants[layer.input[2]] if len(layer.input) > 2 and layer.input[2] else np.zeros(channels)
-        gamma, beta, mean, variance = (net.constants[v] for v in norm.input[1:])
-        scale = gamma / np.sqrt(variance + settings(norm).get("epsilon", 1e-5))
+        bias = net.constants[layer.input[2]] if len(layer.input) > 2 and layer.input[2] else None
+        values, epsilon = [net.constants[v] for v in norm.input[1:]], settings(norm).get("epsilon", 1e-5)
         names = [f"{norm.output[0]}.weight", f"{norm.output[0]}.bias"]
-        net.constants[names[0]] = weight * np.expand_dims(scale, tuple(k for k in range(weight.ndim) if k != axis))
-        net.constants[names[1]] = (bias - mean) * scale + beta
+        net.constants.update(zip(names, folded(weight, bias, values, epsilon, axis), strict=True))
         net.origins[names[0]] = net.origins.get(layer.input[1], "")
         layer.input[1:] = names
         layer.output[0] = norm.output[0]

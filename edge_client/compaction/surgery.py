@@ -14,13 +14,11 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.bundle import F32
+from edge_client.compaction.batch_norm import F64, folded
 from edge_client.errors import CompactionError
-
-F64 = NDArray[np.float64]
 
 _WIDENED = frozenset({"BatchNormalization", "Gemm"})
 # The other operators that ONNX Runtime has in float64: they stay in float64 when their input is.
@@ -155,16 +153,15 @@ def _fold_batch_norms(graph: GraphProto) -> None:
         own = [name for name in layer.input[1:] if name]
         if any(name not in values for name in (*own, *norm.input[1:])) or any(uses[name] != 1 for name in own):
             continue
-        weight = _read(values[layer.input[1]])
-        bias = _read(values[own[1]]) if len(own) > 1 else np.zeros(len(weight))
-        gamma, beta, mean, variance = (_read(values[name]) for name in norm.input[1:])
+        before = [_read(values[name]) for name in own]
         epsilon = attributes["epsilon"].f if "epsilon" in attributes else 1e-5
-        scale = gamma / np.sqrt(variance + epsilon)
-        _store(values[layer.input[1]], weight * scale.reshape(-1, *[1] * (weight.ndim - 1)))
+        of_norm = [_read(values[name]) for name in norm.input[1:]]
+        weight, bias = folded(before[0], before[1] if len(own) > 1 else None, of_norm, epsilon, 0)
+        _store(values[own[0]], weight)
         if len(own) > 1:
-            _store(values[own[1]], (bias - mean) * scale + beta)
+            _store(values[own[1]], bias)
         else:
-            _add_bias(graph, layer.input[1], ((bias - mean) * scale + beta).astype(np.float32))
+            _add_bias(graph, layer.input[1], bias.astype(np.float32))
         layer.output[0] = norm.output[0]
         graph.node.remove(norm)
 

@@ -51,31 +51,32 @@ def encode(values: I32, known: Known) -> bytes:
     """The values int32[d] as bytes; none if all are 0."""
     if values.shape != (known.d,) or values.dtype != np.int32:
         raise CodecError(f"values are int32[{known.d}], not {values.dtype}{list(values.shape)}")
-    places = values.nonzero()[0]
-    if not len(places):
+    if not values.any():
         return b""
-    if (data := _encoded(values.astype(np.int64), known)) is not None:
+    if (data := _encoded(values, known)) is not None:
         return data
-    usual = int(np.quantile(np.abs(values[places].astype(np.int64)), 0.9)).bit_length()
+    sizes = np.abs(values[values.nonzero()].astype(np.int64))
+    usual = int(np.quantile(sizes, 0.9)).bit_length()
     for low in range(min(max(1, usual - _HIGH), _MOST_LOW), _MOST_LOW + 1):
-        high, rest = _split(values, low)
-        if (data := _encoded(high, known, low, rest)) is not None:
+        if (data := _encoded(values, known, low)) is not None:
             return data
     raise CodecError(
-        f"{len(places)} of {known.d} values are not 0, about 2^{usual} each: too much for this codec; split the vector"
+        f"{len(sizes)} of {known.d} values are not 0, about 2^{usual} each: too much for this codec; split the vector"
     )
 
 
-def _encoded(values: I64, known: Known, low: int = 0, planes: bytes = b"") -> bytes | None:
-    """The bytes of numbers whose `low` bits lie in `planes`; None where a reader would take too many steps."""
-    places = values.nonzero()[0]
-    if _symbols(np.abs(values[places])) > MAX_LANES * MOST_STEPS:
+def _encoded(values: I32, known: Known, low: int = 0) -> bytes | None:
+    """The bytes with the `low` lowest bits of all values in planes; None where a reader would take too many steps."""
+    high, planes = _split(values, low) if low else (values, b"")
+    places = high.nonzero()[0]
+    given = high[places].astype(np.int64)
+    if _symbols(np.abs(given)) > MAX_LANES * MOST_STEPS:
         return None
     lanes = min(max((len(places) >> 8).bit_length() - 1, 0), MAX_LANES.bit_length() - 1)
     while 1 << lanes <= MAX_LANES:
         model, writer = Model(known), arrivals.Writer(1 << lanes)
         guess = model.guess(max(1, len(places)))
-        _code(model, guess, writer.code, places, values[places])
+        _code(model, guess, writer.code, places, given)
         body = writer.bytes()
         if writer.steps() <= most_steps(len(body), 1 << lanes):
             return bytes([low << 4 | lanes, guess]) + planes + body
@@ -114,7 +115,7 @@ def decode(data: bytes, known: Known) -> I32:
     out[places] = values
     if low:
         out = _joined(out, low, data[2:body])
-    if not out.any():
+    if not len(places) and not out.any():  # with a place there is a value, whatever its low bits are
         raise CodecError("a vector of zeros takes no bytes; the payload is damaged")
     return out
 

@@ -121,8 +121,7 @@ def coupling_cases() -> list[dict[str, Any]]:
 
 def low_bits(values: NDArray[np.int32], known: lattice.Known) -> bytes:
     """A payload with 12 low bits of each value in planes."""
-    high, planes = lattice._split(values, 12)
-    data = lattice._encoded(high, known, 12, planes)
+    data = lattice._encoded(values, known, 12)
     assert data is not None
     return data
 

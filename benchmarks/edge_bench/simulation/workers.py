@@ -127,21 +127,19 @@ class _Kit:
     trainer: Trainer
     reads: deque[_Read] = field(default_factory=lambda: deque(maxlen=READS))
 
-    def reader(self, round_: int, turn: Turn) -> local.Reader:
+    def read(
+        self, audience: str, method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload
+    ) -> tuple[Any, Any]:
         """As `local.understand`, but once for devices of one audience that kept the same."""
-
-        def read(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
-            own = local.of_method(kept)
-            if self.reads and self.reads[-1].round != round_:
-                self.reads.clear()
-            for known in self.reads:
-                if (known.round, known.audience) == (round_, turn.audience) and _same(known.kept, own):
-                    return known.understood
-            understood = local.understand(method, a, kept, downlink)
-            self.reads.append(_Read(round_, turn.audience, own, understood))
-            return understood
-
-        return read
+        if self.reads and self.reads[-1].round != a.round:
+            self.reads.clear()
+        own = local.of_method(kept)
+        for known in self.reads:
+            if known.audience == audience and _same(known.kept, own):
+                return known.understood
+        understood = local.understand(method, a, kept, downlink)
+        self.reads.append(_Read(a.round, audience, own, understood))
+        return understood
 
     def task(self, round_: int, turn: Turn) -> Task:
         course = self.site.course
@@ -161,7 +159,8 @@ def _same(one: Arrays, other: Arrays) -> bool:
 def _train(kit: _Kit, round_: int, turn: Turn, downlink: Payload) -> Trained | Lost:
     try:
         task, site = kit.task(round_, turn), kit.site
-        outcome = local.run_round(site.method, task, turn.kept, downlink, site.personalise, kit.reader(round_, turn))
+        read = partial(kit.read, turn.audience)
+        outcome = local.run_round(site.method, task, turn.kept, downlink, site.personalise, read)
     except LostError as error:
         return Lost(str(error))
     except DivergedError as error:
@@ -170,7 +169,7 @@ def _train(kit: _Kit, round_: int, turn: Turn, downlink: Payload) -> Trained | L
 
 
 def _evaluate(kit: _Kit, round_: int, turn: Turn, downlink: Payload, what: Evaluation) -> Evaluated | Lost:
-    method, task, read = kit.site.method, kit.task(round_, turn), kit.reader(round_, turn)
+    method, task, read = kit.site.method, kit.task(round_, turn), partial(kit.read, turn.audience)
     try:
         chosen = local.personal(method, task, turn.kept, downlink, what.personalise, read)
     except LostError as error:
