@@ -7,6 +7,7 @@ apart: products, moves along other axes and operators on single elements. Both r
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import Any
 
@@ -18,8 +19,7 @@ from edge_client.compaction.net import Net, drop_unused
 from edge_client.compaction.operators import Array
 from edge_client.nodes import settings
 
-_ALONG = frozenset({"LayerNormalization", "LogSoftmax", "Softmax"})
-_ELSEWHERE = frozenset({"Concat", "Gather", "Slice"})
+_REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 
 
 def part_batch(net: Net) -> None:
@@ -51,12 +51,11 @@ def part_batch(net: Net) -> None:
 
 def _written(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
     """The name of the output of `node` on axes apart, its nodes appended to `net`; None: it stays as it is."""
-    out, name = node.output[0], node.input[0] if node.input else ""
-    shape, op = net.shapes[out], node.op_type
-    data = net.data(node)
+    out, op, data = node.output[0], node.op_type, net.data(node)
+    shape, name = net.shapes[out], node.input[0] if node.input else ""
     if op == "Expand" and data == [0] and net.shapes[name] == shape and net.moving[name] == net.moving[out]:
         return name if shape[axis] == 1 else apart[name][0] if name in apart else None
-    if op in ("Reshape", "Flatten", "Squeeze", "Unsqueeze") and data == [0]:
+    if op in _REGROUPING and data == [0]:
         source = apart[name][0] if name in apart else name
         return _regrouped(net, node, source, axis) if source != name or shape[axis] > 1 else None
     if not any(node.input[k] in apart for k in data) or shape[axis] == 1:
@@ -65,41 +64,68 @@ def _written(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis:
         return _layer(net, node, apart, axis)
     if any(len(net.shapes[apart[v][0]]) != len(net.shapes[v]) + 1 for v in node.input if v in apart):
         return None
-    if op == "Transpose":
-        order = settings(node).get("perm", list(range(len(shape)))[::-1])
-        at = apart[name][1]
-        perm = [b for a in order for b in ((a, a + 1) if a == at else (a + (a > at),))]
-        return _emit(net, node, [apart[name][0]], axis, given={"perm": perm})
-    right = len(shape) - axis
-    given = settings(node)
-    if op in _ELSEWHERE:
-        return _elsewhere(net, node, apart, axis)
-    if not POINTWISE.fullmatch(op) and op not in _ALONG | {"MatMul"}:
+    for ops, write in _WRITERS:
+        if ops.fullmatch(op):
+            return write(net, node, apart, axis)
+    return None
+
+
+def _transposed(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str:
+    """The output of a `Transpose`: the two axes stay side by side."""
+    order = settings(node).get("perm", list(range(len(net.shapes[node.output[0]])))[::-1])
+    source, at = apart[node.input[0]]
+    perm = [b for a in order for b in ((a, a + 1) if a == at else (a + (a > at),))]
+    return _emit(net, node, [source], axis, given={"perm": perm})
+
+
+def _along(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
+    """The output of an operator that joins the elements behind the merged axis. Its own axis counts from the end."""
+    given, rank = settings(node), len(net.shapes[node.output[0]])
+    at = given.get("axis", -1)
+    given["axis"] = at - rank if at >= 0 else at
+    return _on_elements(net, node, apart, axis, given) if given["axis"] > axis - rank else None
+
+
+def _product(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
+    """The output of a `MatMul` whose merged axis is its rows, or one before them."""
+    (left, right), behind = node.input, len(net.shapes[node.output[0]]) - axis
+    if behind < 2 or any(len(net.shapes[v]) < 2 for v in node.input):
         return None
-    if op in _ALONG:
-        low = given.get("axis", -1)
-        given["axis"] = low - len(shape) if low >= 0 else low
-        if given["axis"] <= -right:
-            return None
-    if op == "MatMul" and (right < 2 or any(len(net.shapes[v]) < 2 for v in node.input)):
+    if behind > 2:
+        return _on_elements(net, node, apart, axis)
+    rows = _operand(net, node, 0, apart, axis) if left in apart else None
+    if rows is None or len(net.shapes[right]) > 2 or any(net.moving[right]):
         return None
-    inputs = []
-    for k, v in enumerate(node.input):
-        size = net.shapes.get(v, ())
-        rows = op == "MatMul" and right == 2
-        if v in apart and len(size) - apart[v][1] == right and size[-right] == shape[axis] and not (rows and k):
-            inputs.append(apart[v][0])
-        elif not v or ((len(size) < right or (rows and k and len(size) == 2)) and not any(net.moving[v])):
-            inputs.append(v)
-        elif v in net.constants and len(size) >= right and size[-right] == 1 and not rows:
-            inputs.append(_kept(net, v, f"{out}.{k}", np.expand_dims(net.constants[v], len(size) - right)))
-            if v in net.ids:
-                net.ids[inputs[-1]] = net.ids[v].reshape(net.shapes[inputs[-1]])
-        elif v in net.repeated and len(size) >= right and net.moving[v][-right] and not rows:
-            inputs.append(_kept(net, "", f"{out}.{k}", np.expand_dims(net.sizes[v], len(size) - right)))
-        else:
-            return None
-    return _emit(net, node, inputs, axis, given=given)
+    return _emit(net, node, [rows, right], axis)
+
+
+def _on_elements(
+    net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int, given: dict[str, Any] | None = None
+) -> str | None:
+    """The output of an operator that treats every element of the merged axis alike."""
+    inputs = [_operand(net, node, k, apart, axis) for k in range(len(node.input))]
+    known = [v for v in inputs if v is not None]
+    return _emit(net, node, known, axis, given=given or settings(node)) if len(known) == len(inputs) else None
+
+
+def _operand(net: Net, node: NodeProto, k: int, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
+    """Input `k` of `node` on axes apart, or as it is where the merged axis of the output is not one of its own."""
+    v: str = node.input[k]
+    shape = net.shapes[node.output[0]]
+    size, behind = net.shapes.get(v, ()), len(shape) - axis
+    if v in apart:
+        return apart[v][0] if len(size) - apart[v][1] == behind and size[-behind] == shape[axis] else None
+    if not v or (len(size) < behind and not any(net.moving[v])):
+        return v
+    if len(size) < behind:
+        return None
+    name, at = f"{node.output[0]}.{k}", len(size) - behind
+    if v in net.constants and size[at] == 1:
+        _kept(net, v, name, np.expand_dims(net.constants[v], at))
+        if v in net.ids:
+            net.ids[name] = net.ids[v].reshape(net.shapes[name])
+        return name
+    return _kept(net, "", name, np.expand_dims(net.sizes[v], at)) if v in net.repeated and net.moving[v][at] else None
 
 
 def _elsewhere(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
@@ -207,3 +233,13 @@ def _reshape(net: Net, name: str, out: str, shape: tuple[int, ...], axis: int) -
 def _declare(net: Net, name: str, shape: tuple[int, ...], axis: int, like: str) -> None:
     net.shapes[name], net.kinds[name] = shape, net.kinds[like]
     net.moving[name] = tuple(a == axis for a in range(len(shape)))
+
+
+_WRITERS = (
+    (re.compile("Transpose"), _transposed),
+    (re.compile("Concat|Gather|Slice"), _elsewhere),
+    (re.compile("LayerNormalization|LogSoftmax|Softmax"), _along),
+    (re.compile("MatMul"), _product),
+    (POINTWISE, _on_elements),
+)
+"""What writes a node by its operator, the first that fits."""

@@ -7,16 +7,15 @@ sample, a training step is the gradient of one batch; whole and small take turns
 from __future__ import annotations
 
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.data import DeviceData
-from edge_client.measure.latency import latency
+from edge_client.measure.latency import in_turns, latency
 from edge_client.measure.macs import macs
 from edge_client.task import Personal
 from edge_client.training import Trainer, open_trainer
@@ -60,12 +59,8 @@ def step_times(trainers: list[Trainer], bundle: Bundle, data: DeviceData) -> lis
     The values are constants: a step's time does not depend on them.
     """
     x, y = np.ascontiguousarray(data.x[:BATCH]), np.ascontiguousarray(data.y[:BATCH])
-    values = [(np.full(t.manifest.d, 0.01, np.float32), np.ones(t.manifest.buffers_d, np.float32)) for t in trainers]
-    times: list[list[float]] = [[] for _ in trainers]
-    for turn in range(-WARM_UP, STEPS):
-        for trainer, (parameters, buffers), found in zip(trainers, values, times, strict=True):
-            start = time.process_time_ns()
-            trainer.gradient(parameters, buffers, x, y)
-            if turn >= 0:
-                found.append((time.process_time_ns() - start) / 1e6)
-    return [median(found) for found in times]
+    steps = [
+        partial(t.gradient, np.full(t.manifest.d, 0.01, np.float32), np.ones(t.manifest.buffers_d, np.float32), x, y)
+        for t in trainers
+    ]
+    return [float(t) for t in np.median(in_turns(steps, STEPS, WARM_UP).cpu, axis=1)]

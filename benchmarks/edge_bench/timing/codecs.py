@@ -5,14 +5,12 @@ The peers (zlib, zstd, a range coder, a fuse filter in C) are used as their docu
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from rich.table import Table
 from edge_bench import provenance
 from edge_bench.command_line import check_writable, known_names, plain_console, write_json
 from edge_client.errors import ConfigError
+from edge_client.measure.latency import in_turns
 
 Mask = NDArray[np.bool_]
 SAMPLE = 20_000  # positions queried in pyfusefilter, which takes one key at a time
@@ -130,22 +129,18 @@ def _pyfusefilter(d: int) -> Subject:
 
 
 def measure(names: Iterable[str], d: int, rate: float, repeats: int) -> list[Row]:
-    """A row for each codec, on the same mask. Repeats are interleaved, so other load affects all codecs alike."""
+    """A row for each codec, on the same mask, which all code in turns."""
     mask = flips(d, rate)
     subjects = {name: subject(name, d, rate) for name in names}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
-    for _ in range(repeats):
-        for name, s in subjects.items():
-            start = time.perf_counter()
-            made = s.encode(mask)
-            middle = time.perf_counter()
-            s.decode(made)
-            times[name].append((middle - start, time.perf_counter() - middle))
-    return [_row(name, s, times[name], mask, rate) for name, s in subjects.items()]
+    encodings = [partial(s.encode, mask) for s in subjects.values()]
+    decodings = [partial(s.decode, s.encode(mask)) for s in subjects.values()]
+    times = in_turns([*encodings, *decodings], repeats, warm_up=0).wall
+    medians = np.median(times, axis=1).reshape(2, -1).T
+    return [_row(name, s, both, mask, rate) for (name, s), both in zip(subjects.items(), medians, strict=True)]
 
 
-def _row(name: str, s: Subject, times: list[tuple[float, float]], mask: Mask, rate: float) -> Row:
-    """The row of one codec. Raises AssertionError when a flip was lost."""
+def _row(name: str, s: Subject, ms: NDArray[np.float64], mask: Mask, rate: float) -> Row:
+    """The row of one codec, which takes float64[2] `ms` to encode and decode. Raises AssertionError for a lost flip."""
     d, queried = len(mask), mask[: s.queried]
     made, peak_encode = _peak(lambda: s.encode(mask))
     found, peak_decode = _peak(lambda: s.decode(made))
@@ -157,8 +152,8 @@ def _row(name: str, s: Subject, times: list[tuple[float, float]], mask: Mask, ra
         flip_rate=rate,
         bits_per_parameter=s.size(made) * 8 / d,
         entropy_bits_per_parameter=entropy_bits(mask),
-        encode_ns_per_parameter=median(e for e, _ in times) / d * 1e9,
-        decode_ns_per_parameter=median(t for _, t in times) / s.queried * 1e9,
+        encode_ns_per_parameter=float(ms[0]) / d * 1e6,
+        decode_ns_per_parameter=float(ms[1]) / s.queried * 1e6,
         false_flips=round(int(np.count_nonzero(found & ~queried)) * d / s.queried),
         peak_bytes=max(peak_encode, peak_decode),
     )

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from torch import nn
 from edge_bench import models, provenance
 from edge_bench.command_line import check_writable, known_names, run_module, write_json
 from edge_client.bundle import Bundle
+from edge_client.measure.latency import in_turns
 from edge_client.targets import Classification, Sequence, Target
 from edge_client.training import Trainer, open_trainer
 
@@ -91,15 +91,10 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     bundle, lowering = bundle_of(name, folder)
     model, (x, y) = bundle.model(), batch_of(bundle)
     trainers = {backend: open_trainer(backend, bundle) for backend in BACKENDS}
-    taken: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-    for step in range(-2, steps):  # the first open the programs and warm up
-        for backend, trainer in trainers.items():
-            start = time.process_time()
-            trainer.gradient(model.parameters, model.buffers, x, y)
-            if step >= 0:
-                taken[backend].append(time.process_time() - start)
+    calls = [partial(t.gradient, model.parameters, model.buffers, x, y) for t in trainers.values()]
+    taken = in_turns(calls, steps, warm_up=2).cpu  # the first turns open the programs
     errors = distances(bundle, trainers, BATCH)
-    ms = {k: 1e3 * median(v) for k, v in taken.items()}
+    ms = dict(zip(trainers, np.median(taken, axis=1).tolist(), strict=True))
     ratio = ms["executorch"] / ms["torch"]
     return {
         "model": name,
