@@ -206,11 +206,15 @@ def test_watching_ends_with_a_refusal_that_stays(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ctrl_c_leaves_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: float) -> None:
+    waits = []
+
+    def interrupted(seconds: float) -> None:
+        waits.append(seconds)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(show.time, "sleep", interrupted)
     show.show_live(lambda _: Look(federation(), [], [], "u", NOW), Console(file=io.StringIO()))
+    assert len(waits) == 1
 
 
 def test_json_is_the_whole_message_and_options_exclude_each_other(

@@ -37,7 +37,7 @@ from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.exit_codes import ExitCode
 
 LATE = 10
-"""Rounds at the end whose cohorts make the late score: with small test parts one round's score moves by points."""
+"""The number of last rounds whose mean is the late score. One round's score is noisy where test parts are small."""
 
 AVERAGED = (
     "score_start", "score_mean", "score_worst", "score_mean_after_local_epochs", "best_score", "bits_per_parameter_up",

@@ -62,7 +62,7 @@ class Simulated:
     start: Scores | None = None
     """The bundle's own values on the same samples; `run_all` fills it in, because all methods share it."""
     vain_bytes: int = 0
-    """Of the downlinks that devices could not read, because they had lost what those build on."""
+    """Bytes of downlinks that devices could not decode, because they had lost what those build on."""
 
 
 @dataclass(frozen=True)
