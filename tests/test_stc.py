@@ -149,6 +149,23 @@ def test_a_device_that_lost_its_model_says_so_and_recovers() -> None:
     assert fleet.receive("a").version == 3
 
 
+def test_a_device_that_holds_another_model_recovers_with_the_updates_since_the_bundle() -> None:
+    """A kept model is damaged, or of rounds that a coordinator restored from a backup does not know."""
+    fleet = Rounds(STC(epochs=1, keep=0.2))
+    for _ in range(2):
+        fleet.play("a", "b")
+    wrong = Weights(fleet.kept["b"].model.parameters + 1, np.zeros(0, np.float32))
+    fleet.kept["b"] = replace(fleet.kept["b"], model=wrong, version=9)
+    with pytest.raises(LostError):
+        fleet.receive("b")
+    fleet.lose("b")
+    assert set(fleet.ask("b").arrays) == {UPDATES}
+    assert fleet.receive("b").model.parameters.tobytes() == fleet.state.model.parameters.tobytes()
+    restored = Rounds(fleet.method)
+    restored.kept["b"] = fleet.kept["b"]
+    assert restored.receive("b").model.parameters.tobytes() == restored.course.model.parameters.tobytes()
+
+
 def test_a_device_whose_update_did_not_count_skips_what_it_has() -> None:
     fleet = Rounds(STC(epochs=1))
     fleet.play("a", "b")

@@ -285,15 +285,16 @@ def bundled(model: Model) -> Weights:
 
 
 def held(a: Assignment, kept: Kept | None, since: int) -> Received:
-    """The model that updates since a version are applied to: what the device kept, or the bundle's. Raises LostError.
+    """The model that updates since a version are applied to: the bundle's, or what the device kept. Raises LostError.
 
-    A device whose last update did not count holds a later version than the server assumes.
+    A device whose last update did not count holds a later version than the server assumes. Updates since version 0 need
+    nothing that a device kept, so that they mend one whose values are not those of the server.
     """
-    if kept is not None and kept.model.parameters.size == a.model.manifest.d and kept.version >= since:
-        return Received(kept.model, kept.version)
-    if since:
+    if not since:
+        return Received(bundled(a.model), 0)
+    if kept is None or kept.model.parameters.size != a.model.manifest.d or kept.version < since:
         raise LostError(f"the downlink of round {a.round} changes version {since}, which this device does not hold")
-    return Received(bundled(a.model), 0)
+    return Received(kept.model, kept.version)
 
 
 def contexts(model: Model, held: F32) -> tuple[Contexts, Contexts]:
