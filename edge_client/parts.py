@@ -77,17 +77,22 @@ def tensors(manifest: Manifest, names: Collection[str]) -> Part:
     return Part(tuple(Block(t.name, t.span, t.shape) for t in manifest.parameters if t.name in names))
 
 
+def trained_layers(manifest: Manifest, layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """The layers of which devices train a weight; those of a frozen backbone are not among them."""
+    return tuple(x for x in layers if any(manifest.tensors[name].trainable for name in x.weights))
+
+
 def head(manifest: Manifest) -> Part:
     """The weights and biases of the last layer."""
     return tensors(manifest, {*manifest.layers[-1].weights, *manifest.layers[-1].biases})
 
 
 def weights(manifest: Manifest, layers: Iterable[Layer], without_gates: Collection[str] = ()) -> Part:
-    """The weights of layers, a block a tensor; of a recurrent layer a block a gate, without the gates named."""
+    """The trained weights of layers, a block a tensor; of a recurrent layer a block a gate, without the gates named."""
     blocks: list[Block] = []
     for layer in layers:
         gates = layer.gates or ("",)
-        for tensor in (manifest.tensors[name] for name in layer.weights):
+        for tensor in (t for name in layer.weights if (t := manifest.tensors[name]).trainable):
             size, shape = tensor.size // len(gates), (tensor.shape[0] // len(gates), *tensor.shape[1:])
             for i, gate in enumerate(gates):
                 if gate not in without_gates or not gate:

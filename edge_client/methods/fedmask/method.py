@@ -35,7 +35,7 @@ from edge_client.methods.fedmask.wire import STRUCTURE, Held, Kept, Received, Re
 from edge_client.methods.shared.averaging import Mean, distance, toward
 from edge_client.methods.shared.changes import ExactCodecName
 from edge_client.methods.shared.division import Division
-from edge_client.parts import Part, frozen, head, rest, weights
+from edge_client.parts import Part, frozen, head, rest, trained_layers, weights
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.gates import Gate, GroupLasso, SigmoidThreshold
@@ -164,12 +164,12 @@ class FedMask(Method):
     def division(self, model: Model) -> Division:
         """How this configuration divides the model. Raises ConfigError when it names layers that do not exist."""
         m, count, choice = model.manifest, self.prune_layers, self.chosen(model)
-        layers = m.layers[:-1] if choice.head == "local" else m.layers
+        layers = trained_layers(m, m.layers[:-1] if choice.head == "local" else m.layers)
         names = tuple(layer.name for layer in layers)
         pruned = names[max(0, len(names) - count) :] if isinstance(count, int) else count
         if not names:
             raise ConfigError(
-                f"the model has one layer, {m.layers[-1].name!r}, and head = {choice.head!r} leaves it unmasked; "
+                f"bundle {m.name!r} has no trained layer that head = {choice.head!r} leaves to mask; "
                 'set head = "masked", or take a method that averages weights'
             )
         if not set(pruned) <= set(names):

@@ -3,8 +3,8 @@
 - The layers named by `layers` are masked: their weights, and with `biases` their biases. The head is the bundle's last
   layer. With `head="probe"` federated averaging trains it as float32 in the first `probe_rounds` rounds (linear
   probing), then it is frozen; with `head="keep"` it stays as the bundle has it; with `head="mask"` it is masked like
-  any other layer. Every other parameter stays as the bundle has it. Batch-norm statistics follow a device's own
-  training and never leave it.
+  any other layer. Every other parameter stays as the bundle has it, also what is frozen of a masked layer. Batch-norm
+  statistics follow a device's own training and never leave it.
 - A pre-trained bundle (weights from a file, not from a seed) must not end below its start. So a trained head is kept,
   only dense layers are masked unless `layers` names others, the frozen weights are divided by theta0, so that the
   expected network is the pre-trained one, and the global model is that expected network.
@@ -22,7 +22,7 @@ from edge_client.bundle import F32, Bits, Model
 from edge_client.errors import ConfigError
 from edge_client.methods import MORE_EPOCHS, Method, pretrained, trained_head
 from edge_client.methods.shared.theta import F64
-from edge_client.parts import Part, head, tensors
+from edge_client.parts import Part, head, tensors, trained_layers
 from edge_client.task import Assignment, Course, Personal
 
 
@@ -60,7 +60,7 @@ class MaskedNetwork(Method):
     def masked(self, model: Model) -> Part:
         """The masked parameters. Raises ConfigError when `layers` names a layer that is not there, or none is left."""
         m = model.manifest
-        layers = m.layers if self.head_of(model) == "mask" else m.layers[:-1]
+        layers = trained_layers(m, m.layers if self.head_of(model) == "mask" else m.layers[:-1])
         found = [x for x in layers if any(_within(x.name, p) for p in self.layers)]
         idle = [p for p in self.layers if not any(_within(x.name, p) for x in layers)]
         if not self.layers:
@@ -75,10 +75,11 @@ class MaskedNetwork(Method):
             )
         if not found:
             raise ConfigError(
-                f'{m.layers[-1].name!r} is the only layer, and head = "{self.head_of(model)}" does not mask it; set '
-                'head = "mask", or choose another method'
+                f'{m.layers[-1].name!r} is the only trained layer, and head = "{self.head_of(model)}" does not mask it; '
+                'set head = "mask", or choose another method'
             )
-        return tensors(m, {n for x in found for n in (*x.weights, *(x.biases if self.biases else ()))})
+        names = {n for x in found for n in (*x.weights, *(x.biases if self.biases else ()))}
+        return tensors(m, {n for n in names if m.tensors[n].trainable})
 
     def probed(self, model: Model) -> Part:
         """The head's parameters when it is probed, else nothing."""

@@ -178,12 +178,12 @@ class SignMasks(Method):
     def parts(self, model: Model) -> Parts:
         """The parts by this configuration. Raises ConfigError without a layer before the head."""
         m = model.manifest
-        if len(m.layers) < 2:
+        masked = weights(m, m.layers[:-1])
+        if not masked.blocks:
             raise ConfigError(
-                f"method {self.name!r} masks linear, convolution and LSTM layers, not the last one, and bundle "
+                f"method {self.name!r} masks trained linear, convolution and LSTM layers, not the last one, and bundle "
                 f"{m.name!r} has no other; choose another method"
             )
-        masked = weights(m, m.layers[:-1])
         return Parts(masked, rest(m, masked) if self.biases == "local" else head(m))
 
     def own_signs(self, model: Model) -> Bits:

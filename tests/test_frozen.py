@@ -1,0 +1,91 @@
+"""What a bundle freezes stays as it is, whatever a method does with the rest, and on a pre-trained bundle too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from numpy_mlp import NumpyMlp, model
+from rounds import M, Rounds
+from sign_fleet import grouped
+
+from edge_client.bundle import F32, Manifest
+from edge_client.errors import ConfigError
+from edge_client.methods import make_method
+from edge_client.methods.fedmask.method import FedMask
+from edge_client.narrow import Channels, narrow
+from edge_client.training import Gradient
+
+FROZEN = ("0.w", "1.b")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fedmask": {"keep": 0.5, "prune_layers": 3},
+    "fedmap": {"every": 1},
+    "federated_pruning": {"keep": 1.0},  # a unit that is pruned takes what is frozen of it along
+    "hermes": {"target": 1.0},
+    "hidenseek": {"keep": 1.0},
+    "lgfedavg": {"num_layers": 1, "global_rounds": 1},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "coupled-biases": {"name": "coupled", "biases": True, "theta0": 0.5, "head": "mask"},
+    "fedpm-sample": {"name": "fedpm", "biases": True, "theta0": 0.5, "evaluate": "sample"},
+    "signed-keep": {"name": "signed", "keep": 0.5, "prune_layers": 3},
+}
+NAMES = sorted(e.name for e in entry_points(group="maskfleet.methods") if e.name != "fedcode")
+
+
+def frozen(*names: str, seed: int | None = 1) -> Manifest:
+    m = grouped(M)
+    rows = tuple(t.model_copy(update={"trainable": t.name not in names}) for t in m.parameters)
+    fields = {name: getattr(m, name) for name in Manifest.model_fields}
+    return Manifest(**{**fields, "parameters": rows, "seed": seed})
+
+
+class Trainer(NumpyMlp):
+    """Without a gradient at frozen tensors, as every engine has it."""
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+        found = super().gradient(parameters, buffers, x, y)
+        for t in self.manifest.parameters:
+            found.parameters[t.span] *= t.trainable
+        return found
+
+    def narrow(self, kept: Channels) -> Trainer:
+        return Trainer(narrow(self.manifest, kept).manifest)
+
+
+@pytest.mark.parametrize("seed", [1, None])
+@pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
+def test_frozen_tensors_never_change(name: str, seed: int | None) -> None:
+    m = frozen(*FROZEN, seed=seed)
+    there = Rounds(make_method(VARIANTS.get(name, {"name": name, **SETTINGS.get(name, {})})), m, 4, trainer=Trainer(m))
+    there.course = replace(there.course, model=replace(model(m), parameters=model(m).parameters + np.float32(0.1)))
+    there.state = there.method.start(there.course)
+    before = there.course.model.parameters
+    for devices in ("ab", "abc", "ac"):
+        there.play(*devices)
+    for d in "abc":
+        for found in (there.personal(d), there.local[d].trained):
+            for tensor in FROZEN:
+                span = m.tensors[tensor].span
+                assert np.array_equal(found.parameters[span], before[span])
+            assert not np.array_equal(found.parameters, before)
+
+
+@pytest.mark.parametrize("name", ["fedmask", "signed", "bnn", "fedpm", "coupled", "deltamask"])
+def test_what_is_frozen_has_no_mask(name: str) -> None:
+    method, free = make_method({"name": name}), frozen()
+    whole, without = (method.exchanged(model(m)) for m in (free, frozen("0.w")))
+    assert whole - without == free.tensors["0.w"].size
+    for head in ("local", "masked") if isinstance(method, FedMask) else ():
+        assert make_method({"name": name, "head": head}).start(Rounds(method, frozen("0.w")).course)
+
+
+@pytest.mark.parametrize("settings", [{"name": "fedmask", "head": "local"}, {"name": "bnn"}, {"name": "fedpm"}])
+def test_a_bundle_whose_layers_before_the_head_are_frozen_has_nothing_to_mask(settings: dict[str, Any]) -> None:
+    there = Rounds(make_method({"name": "fedavg"}), frozen("0.w", "1.w"))
+    with pytest.raises(ConfigError, match=r"no trained layer|has no other|is the only trained layer"):
+        make_method(settings).start(there.course)
