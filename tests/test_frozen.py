@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fedpm-sample": {"name": "fedpm", "biases": True, "theta0": 0.5, "evaluate": "sample"},
     "signed-keep": {"name": "signed", "keep": 0.5, "prune_layers": 3},
 }
-NAMES = sorted(e.name for e in entry_points(group="maskfleet.methods") if e.name != "fedcode")
+NAMES = sorted(e.name for e in entry_points(group="maskfleet.methods"))
 
 
 def frozen(*names: str, seed: int | None = 1) -> Manifest:

@@ -1,8 +1,8 @@
 """FedCode: most rounds exchange a codebook of weight values alone.
 
 Khalilian, Tsouvalas, Ozcelebi, Meratnia, "FedCode: Communication-Efficient Federated Learning via Transferring
-Codebooks", arXiv 2311.09270, as its published code has it. All parameters share one codebook of `clusters` values, the
-centres of k-means.
+Codebooks", arXiv 2311.09270, as its published code has it. All trained parameters share one codebook of `clusters`
+values, the centres of k-means; frozen ones stay as the bundle has them.
 
 - Down: in rounds 1 and 2, in every round that `broadcast_every` divides (f1), and to a device that did not take part in
   the round before: the codebook and the cluster of every weight, ``clusters.counts``. Else the codebook; the device
@@ -35,6 +35,7 @@ from edge_client.methods import Influence, Range, Search
 from edge_client.methods.shared import averaging
 from edge_client.methods.shared.averaging import Weights, added
 from edge_client.methods.shared.local_sgd import LocalSgd
+from edge_client.parts import rest
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, decoding, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -61,14 +62,14 @@ class Kept:
 
 @dataclass(frozen=True)
 class Clustered:
-    """Ascending values float32[n <= clusters]; the cluster of every weight [d]."""
+    """Ascending values float32[n <= clusters]; the cluster of every trained weight [t]."""
 
     codebook: F32
     clusters: NDArray[np.unsignedinteger[Any]]
 
     @property
     def weights(self) -> F32:
-        """What the clusters stand for, float32[d]."""
+        """What the clusters stand for, float32[t]."""
         weights: F32 = self.codebook[self.clusters]
         return weights
 
@@ -121,23 +122,23 @@ class FedCode(LocalSgd):
         return "codebook" if stays and round_ % self.broadcast_every else "whole"
 
     def downlink(self, course: Course, round_: int, state: Weights, record: Record | None) -> Payload:
-        found = k_means(state.parameters, self.clusters)
+        found = k_means(rest(course.model.manifest).gather(state.parameters), self.clusters)
         if self.audience(course, round_, record) == "codebook":
             return Payload({"codebook": found.codebook})
         return Payload({"codebook": found.codebook, CLUSTERS: packed(found), "buffers": state.buffers})
 
     def exchanged(self, model: Model) -> int:
-        return model.manifest.d
+        return rest(model.manifest).size
 
     def update_limit(self, model: Model) -> int:
         """A codebook, a statistic in four bytes, a cluster in little more than one."""
-        return 4 * (self.clusters + model.manifest.buffers_d) + 2 * model.manifest.d + 4096
+        return 4 * (self.clusters + model.manifest.buffers_d) + 2 * self.exchanged(model) + 4096
 
     def read_update(self, a: Assignment, state: Weights, record: Record | None, payload: Payload) -> Update:
         samples = count(payload, "samples", MAX_SAMPLES)
         if self.requests(a.round):
             found, buffers = self.read_whole(a.model, payload)
-            return Update(found.codebook, averaging.Update(found.weights, buffers, samples))
+            return Update(found.codebook, averaging.Update(placed(a.model, found.weights), buffers, samples))
         allow_only(payload, "codebook")
         return Update(self.read_codebook(payload), None)
 
@@ -167,7 +168,7 @@ class FedCode(LocalSgd):
         if total.means is not None:
             return Weights(total.means.parameters.value, total.means.buffers.value), {}
         codebook = np.unique(np.concatenate(total.codebooks))
-        return Weights(codebook[nearest(state.parameters, codebook)], state.buffers), {}
+        return Weights(snapped(course.model, state.parameters, codebook), state.buffers), {}
 
     # --- client half
 
@@ -175,22 +176,22 @@ class FedCode(LocalSgd):
         """The clustered global model, or the device's own under the global codebook. Raises LostError, PayloadError."""
         if CLUSTERS in downlink.arrays:
             found, buffers = self.read_whole(a.model, downlink)
-            return Weights(found.weights, buffers)
+            return Weights(placed(a.model, found.weights), buffers)
         allow_only(downlink, "codebook")
         codebook = self.read_codebook(downlink)
         if kept is None or kept.round != a.round - 1 or kept.model.parameters.size != a.model.manifest.d:
             raise LostError(f"a codebook alone came in round {a.round}, and this device holds no model of the last one")
-        return Weights(codebook[nearest(kept.model.parameters, codebook)], kept.model.buffers)
+        return Weights(snapped(a.model, kept.model.parameters, codebook), kept.model.buffers)
 
     def local_round(self, task: Task, kept: Kept | None, received: Weights) -> Local:
         """A few epochs of SGD, then k-means."""
         a = task.assignment
         parameters, buffers, loss = self.descend(task, received)
-        found = k_means(parameters, self.clusters)
+        found = k_means(rest(a.model.manifest).gather(parameters), self.clusters)
         arrays: Arrays = {"codebook": found.codebook}
         if self.requests(a.round):
             arrays |= {CLUSTERS: packed(found), "buffers": buffers}
-        own = Weights(found.weights, buffers)
+        own = Weights(placed(a.model, found.weights), buffers)
         update = Payload(arrays, {"samples": task.samples})
         return Local(Kept(own, a.round), update, Personal(own.parameters, buffers), loss)
 
@@ -212,10 +213,22 @@ class FedCode(LocalSgd):
     def read_whole(self, model: Model, payload: Payload) -> tuple[Clustered, F32]:
         """The clustered weights and the statistics. Raises PayloadError."""
         codebook, buffers = self.read_codebook(payload), vector(payload, "buffers", model.manifest.buffers_d)
-        data, d = coded(payload, CLUSTERS, ("codebook", "buffers")), model.manifest.d
+        data = coded(payload, CLUSTERS, ("codebook", "buffers"))
         with decoding(f"array {CLUSTERS!r}"):
-            clusters = counts.decode(data, d, len(codebook) - 1)
+            clusters = counts.decode(data, self.exchanged(model), len(codebook) - 1)
         return Clustered(codebook, clusters), buffers
+
+
+def placed(model: Model, weights: F32) -> F32:
+    """The parameters float32[d] of these trained weights float32[t]; frozen ones are the bundle's."""
+    parameters: F32 = model.parameters.copy()
+    rest(model.manifest).scatter(weights, parameters)
+    return parameters
+
+
+def snapped(model: Model, parameters: F32, codebook: F32) -> F32:
+    """The parameters float32[d] with each trained one moved to the nearest value of an ascending codebook."""
+    return placed(model, codebook[nearest(rest(model.manifest).gather(parameters), codebook)])
 
 
 def k_means(weights: F32, clusters: int) -> Clustered:
