@@ -30,6 +30,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lgfedavg": {"num_layers": 1, "global_rounds": 1},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
+    "fedavg-down": {"name": "fedavg", "down": "eden:1", "up": "eden:1"},
+    "feddr-down": {"name": "feddr", "down": "stochastic8", "average": 0.5},
+    "perfedavg-down": {"name": "perfedavg", "down": "float16"},
     "coupled-biases": {"name": "coupled", "biases": True, "theta0": 0.5, "head": "mask"},
     "fedpm-sample": {"name": "fedpm", "biases": True, "theta0": 0.5, "evaluate": "sample"},
     "signed-keep": {"name": "signed", "keep": 0.5, "prune_layers": 3},

@@ -4,7 +4,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 w <- sum_k (n_k / n) w_k. Every other method's bytes and scores are compared with it.
 
 - Down: the global model, `parameters`; with a codec other than float32 as setting `down`, ``parameters.CODEC``. The
-  codec's stream is (seed, "downlink values", round).
+  codec's stream is (seed, "downlink values", round). Frozen values count as 0 there, and are the bundle's on a device.
 - Up: the trained model, `parameters`. With a codec in either direction the trained model less the received one instead,
   `change`, with a codec as setting `up` as ``change.CODEC`` (`value_changes`). With `per_tensor` it codes every tensor
   by itself. The server keeps the exact model and adds the changes, so rounding errors of the downlinks do not
@@ -134,8 +134,10 @@ class FedAvg(Coded):
         model: Weights = state
         if self.average and round_ > course.rounds and state.recent is not None:
             model = state.recent.mean
-        stream = counter.key(course.seed, "downlink values", round_)
-        return Payload({**packed("parameters", self.down, model.parameters, stream), "buffers": model.buffers})
+        stream, parameters = counter.key(course.seed, "downlink values", round_), model.parameters
+        if self.down != PLAIN:
+            parameters = np.where(frozen(course.model.manifest), np.float32(0), parameters)
+        return Payload({**packed("parameters", self.down, parameters, stream), "buffers": model.buffers})
 
     def exchanged(self, model: Model) -> int:
         return model.manifest.d
@@ -156,9 +158,9 @@ class FedAvg(Coded):
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
         """The device's model. Raises PayloadError, also for values that the codec of the downlink could not write."""
-        m = a.model.manifest
-        parameters = self.uplink.read(a, "parameters", payload, state.parameters, frozen(m), "buffers")
-        if self.down != PLAIN and float(np.abs(parameters).max(initial=0.0)) > self.largest:
+        m, fixed = a.model.manifest, frozen(a.model.manifest)
+        parameters = self.uplink.read(a, "parameters", payload, state.parameters, fixed, "buffers")
+        if self.down != PLAIN and float(np.abs(parameters[~fixed]).max(initial=0.0)) > self.largest:
             raise PayloadError(f"a parameter of {a.device!r} is beyond {self.down}'s range; lower the learning rate")
         return Update(parameters, vector(payload, "buffers", m.buffers_d), count(payload, "samples", MAX_SAMPLES))
 
@@ -225,4 +227,6 @@ class FedAvg(Coded):
 def read_state(model: Model, payload: Payload, codec: str = PLAIN, stream: int = 0) -> State:
     """`parameters` float32[d], or what `packed` wrote of them, and `buffers`, nothing else. Raises PayloadError."""
     parameters = unpacked(payload, "parameters", codec, model.manifest.d, stream, ("buffers",))
+    if codec != PLAIN:
+        parameters = np.where(frozen(model.manifest), model.parameters, parameters)
     return State(parameters, vector(payload, "buffers", model.manifest.buffers_d))
