@@ -14,7 +14,7 @@ import typer
 from edge_bench.reproductions import reproduce as command
 from edge_bench.reproductions import reproduction, results_page
 from edge_bench.reproductions.reproduce import reproduce, summary
-from edge_bench.reproductions.reproduction import cells, merged, parse
+from edge_bench.reproductions.reproduction import cells, changed, merged, parse
 from edge_bench.reproductions.stored_runs import known
 
 from edge_client.errors import ConfigError
@@ -372,6 +372,13 @@ def test_a_damaged_result_of_another_reproduction_is_left_alone(monkeypatch: pyt
     (command.RESULTS / "other" / "result.json").write_text("{")
     reproduce("tiny", seeds=1, only="fast")
     assert (command.RESULTS / "other" / "result.json").read_text() == "{"
+
+
+def test_a_setting_of_the_command_stands_before_that_of_a_task() -> None:
+    """The task `digits` has `epochs = 1` for `fast`."""
+    (cell,) = cells(changed(reproduction.read("tiny"), ["fast.epochs=7"]), (0,), ["fast"])
+    assert cell.config.methods["fast"] == {"name": "fedavg", "lr": 0.05, "epochs": 7}
+    assert reproduction.read("tiny").tasks["digits"].methods["fast"] == {"epochs": 1}
 
 
 def test_the_result_of_another_reproduction_or_scale_is_not_overwritten(tmp_path: Path) -> None:

@@ -133,8 +133,9 @@ def parse(text: str, name: str, full: bool = False) -> Reproduction:
 
 
 def changed(r: Reproduction, settings: Iterable[str]) -> Reproduction:
-    """The reproduction with `METHOD.SETTING=VALUE` settings, values as in TOML. Raises ConfigError."""
+    """The reproduction with `METHOD.SETTING=VALUE` settings in every task, values as in TOML. Raises ConfigError."""
     tables = {label: dict(table) for label, table in r.methods.items()}
+    own = {name: {label: dict(table) for label, table in task.methods.items()} for name, task in r.tasks.items()}
     for setting in settings:
         where, equals, value = setting.partition("=")
         label, dot, field = where.partition(".")
@@ -144,7 +145,10 @@ def changed(r: Reproduction, settings: Iterable[str]) -> Reproduction:
             tables[label][field] = toml.loads(f"v = {value}")["v"]
         except toml.TOMLDecodeError:  # a word without quotes
             tables[label][field] = value
-    return r.model_copy(update={"methods": tables})
+        for methods in own.values():  # a task's own value would be used in its place
+            methods.get(label, {}).pop(field, None)
+    tasks = {name: task.model_copy(update={"methods": own[name]}) for name, task in r.tasks.items()}
+    return r.model_copy(update={"methods": tables, "tasks": tasks})
 
 
 def _labels(parsed: Reproduction) -> dict[str, Mapping[str, Any]]:
