@@ -381,6 +381,16 @@ def test_a_setting_of_the_command_stands_before_that_of_a_task() -> None:
     assert reproduction.read("tiny").tasks["digits"].methods["fast"] == {"epochs": 1}
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "run_all", lambda *given, **named: pytest.fail("ran a cell"))
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=rf"--out {out}: {tmp_path}/file is a file; name a folder"):
+            reproduce("tiny", out=out, seeds=1, only="fast")
+
+
 def test_the_result_of_another_reproduction_or_scale_is_not_overwritten(tmp_path: Path) -> None:
     (reproduction.FOLDER / "other.toml").write_text(TINY)
     out = tmp_path / "out"

@@ -19,7 +19,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import provenance, report
-from edge_bench.command_line import known_names, plain_console, write_text
+from edge_bench.command_line import check_folder, known_names, plain_console, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.data import datasets
 from edge_bench.progress import PAUSE, Steps
@@ -247,6 +247,8 @@ def reproduce(
     done = known(folder, lambda said: report.warn(console, [said]))
     keyed = prepare(wanted, name)
     owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], method_of(cell))}
+    if owed:
+        check_folder(folder)
     if out is None:
         done |= (others := taken_over(folder, owed))
         owed = {sha: cell for sha, cell in owed.items() if sha not in others}
