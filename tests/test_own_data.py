@@ -128,6 +128,9 @@ def test_sixteen_bits_a_pixel_and_turned_photographs_come_out_right(tmp_path: Pa
     s = read(DataConfig(name="images", path=tmp_path, size=(2, 1)))
     assert not isinstance(s, DeviceFiles)
     assert s.samples(np.arange(1))[0, 0].tolist() == [[1], [0]]
+    s = read(DataConfig(name="images", path=tmp_path))  # of the size that the first image is seen in
+    assert not isinstance(s, DeviceFiles)
+    assert s.samples(np.arange(1))[0, 0].tolist() == [[1], [0]]
 
 
 def test_files_are_opened_only_for_the_samples_in_use(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from edge_bench.data.sources import SPLITS, Samples
 from edge_client.errors import DataError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
+ORIENTATION = 0x0112  # the EXIF tag
 Colour = Literal["grey", "rgb"]
 
 
@@ -38,10 +39,11 @@ class Form:
 
     def of(self, image: Image.Image) -> Form:
         """With what is not set taken from `image`. Raises DataError for a mean or deviation of wrong length."""
+        height, width = (image.width, image.height) if _lies(image) else (image.height, image.width)
         grey = image.mode in ("1", "L", "LA", "I", "I;16", "F")
         form = replace(
             self,
-            size=self.size or (image.height, image.width),
+            size=self.size or (height, width),
             colour=self.colour or ("grey" if grey else "rgb"),
         )
         for key in ("mean", "deviation"):
@@ -50,6 +52,11 @@ class Form:
                     f"`{key}` has {len(getattr(form, key))} values for {form.channels} channels; give 1 or as many"
                 )
         return form
+
+
+def _lies(image: Image.Image) -> bool:
+    """Whether the picture is stored on its side, as cameras do: upright, its height is the width of what is stored."""
+    return image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
 
 
 def form(
