@@ -249,7 +249,7 @@ def test_sizes(text: str, size: float | None) -> None:
 
 
 VALUES = st.recursive(
-    st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | st.text(),
+    st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | st.text() | st.datetimes() | st.dates(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=12,
 )

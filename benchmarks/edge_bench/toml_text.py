@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import date, time
 from typing import Any
 
 
@@ -31,4 +32,6 @@ def inline(value: Any) -> str:
         return "[" + ", ".join(map(inline, value)) + "]"
     if isinstance(value, float):
         return repr(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
