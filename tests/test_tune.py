@@ -202,6 +202,17 @@ def test_a_trial_behind_the_others_is_given_up_and_an_equal_one_is_not(
     assert [t.state for t in worse] == ["ended"] * 5 + ["given up"] * 2
 
 
+def test_devices_without_validation_samples_are_refused_before_a_trial_runs(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(
+        FILE.replace("samples = 240", 'split = "classes"\nper_class = 9\nvalidation_per_class = 0\ntest_per_class = 9')
+    )
+    monkeypatch.setattr("edge_bench.simulation.tune.run_all", lambda *given, **named: pytest.fail("ran a trial"))
+    with pytest.raises(ConfigError, match="no device has validation samples to score on; give the devices more data"):
+        tune(file, method="fedavg", trials=1)
+
+
 def ended(number: int, score: float, size: float) -> Trial:
     return Trial(number, {}, "ended", score, size, 3)
 

@@ -105,8 +105,11 @@ def search(
 
     `progress` is called when a new trial begins, without a row, and after each of its rounds; `said` when it ends.
 
-    Raises ConfigError when `storage` has trials of another configuration, or the method names nothing to search.
+    Raises ConfigError when `storage` has trials of another configuration, the method names nothing to search, or no
+    device has validation samples.
     """
+    if not any(len(d.y_test) for d in plan.devices.values()):
+        raise ConfigError("no device has validation samples to score on; give the devices more data")
     method = plan.config.method(label)
     asked = method.search
     if not asked:
@@ -161,8 +164,7 @@ def _tried(
     except MaskfleetError as error:
         ended = Trial(new.number, new.settings, "failed", None, None, rounds, str(error))
     else:
-        if result.final is None:
-            raise ConfigError("no device has validation samples to score on; give the devices more data")
+        assert result.final is not None, "some device has samples to score on"
         spent = report.traffic([row.record for row in result.rows], result.devices)["bytes_per_device"]
         ended = Trial(new.number, new.settings, "ended", result.final.mean, spent, rounds)
         if plan.most_bytes is not None:
