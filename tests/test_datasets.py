@@ -273,6 +273,7 @@ def test_own_data_without_owners_is_dealt_and_numbers_can_be_predicted(tmp_path:
         ({"x": np.where(np.arange(120)[:, None] == 7, np.nan, X), "y": Y}, "own.npz: sample 7 holds NaN"),
         ({"x": np.where(np.arange(120)[:, None] == 9, 1e300, X), "y": Y}, "sample 9 holds .* beyond float32"),
         ({"x": X, "y": Y, "group": np.arange(120) // 10, "is_test": np.arange(120) < 47}, "marks a part of group 4"),
+        ({"x": X.astype(str), "y": Y}, "own.npz: samples have dtype <U[0-9]+; give numbers"),
         ({"x": X, "y": Y.astype(str)}, "labels have dtype <U21; number the classes 0, 1, 2"),
     ],
 )

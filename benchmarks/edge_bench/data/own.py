@@ -112,7 +112,9 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
 
 
 def _narrow(x: NDArray[Any], what: str) -> NDArray[Any]:
-    """Floating-point samples as float32, others as they are. Raises DataError naming a sample that is not finite."""
+    """Floating-point samples as float32, others as they are. Raises DataError for other than finite numbers."""
+    if x.dtype.kind not in "fiub":
+        raise DataError(f"{what}: samples have dtype {x.dtype}; give numbers")
     return finite(x, "float32", what) if np.issubdtype(x.dtype, np.floating) else x
 
 
