@@ -70,3 +70,9 @@ def test_a_file_that_is_not_this_commands_is_refused_before_anything_runs(conten
     with pytest.raises(ConfigError, match="not a file of this command"):
         played(tmp_path, "0")
     assert (tmp_path / "out.json").read_text() == content
+
+
+@pytest.mark.parametrize("seeds", ["a", "0,0", "1.5", ""])
+def test_seeds_that_are_no_numbers_or_named_twice_are_refused(seeds: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--seeds '.*': .*with commas between"):
+        played(tmp_path, seeds)
