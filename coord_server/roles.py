@@ -1,6 +1,6 @@
 """Whose a token is: the operator's, a viewer's, or of neither. Viewers' tokens are made, listed and revoked here.
 
-Join tokens and devices' credentials belong to one federation: `coordinator` and `live.devices` know them.
+Join tokens and devices' credentials belong to one federation: `live.tokens` and `live.devices` know them.
 """
 
 from __future__ import annotations

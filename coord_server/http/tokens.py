@@ -19,14 +19,14 @@ TokenId = Annotated[str, Path(pattern=TOKEN_ID, description="The token's id, fro
 @router.post("/federations/{federation}/tokens", status_code=201)
 async def make_join_token(served: Operated, federation: FederationId, request: TokenRequest) -> JoinToken:
     """The token is shown once; only its digest is kept."""
-    return await served.new_token(federation, request)
+    return await (await served.find(federation)).tokens.new(request)
 
 
 @router.get("/federations/{federation}/tokens", responses=LINK)
 async def list_join_tokens(served: Operated, federation: FederationId, page: Paged) -> list[TokenSummary]:
     """Every join token that was not revoked: its id, the uses left, when it expires. Never the token."""
     (after,) = page.after(str) or ("",)
-    found = await served.tokens(federation, after and f"{after}~", page.limit + 1)
+    found = await (await served.find(federation)).tokens.listed(after and f"{after}~", page.limit + 1)
     return list(page.cut(found, [(t.id,) for t in found]))
 
 
@@ -35,7 +35,7 @@ async def revoke_join_token(
     served: Operated, federation: FederationId, id_: Annotated[TokenId, Path(alias="id")]
 ) -> None:
     """No further device joins with it; those that have joined stay."""
-    await served.remove_token(federation, id_)
+    await (await served.find(federation)).tokens.revoke(id_)
 
 
 @router.post("/viewers", status_code=201)

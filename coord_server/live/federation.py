@@ -7,6 +7,7 @@ method_state   the method's global state and records
 downlinks      what devices fetch, by audience
 feed           what happened, for those who watch
 devices        who is enrolled, who is present, what each one sent and received: HTTP calls this room itself
+tokens         join tokens: HTTP calls this room itself
 records        closed rounds, as people read them
 status         its state in words, and what keeps it from going on
 
@@ -33,6 +34,7 @@ from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.records import Records
 from coord_server.live.rounds import OTHERS_FOLD, Rounds
 from coord_server.live.status import Faults, Progress, progress, reason, summary
+from coord_server.live.tokens import JoinTokens
 from coord_server.live.uploads import Uploads
 from coord_server.problems import Refusal
 from coord_server.store import Store
@@ -75,6 +77,7 @@ class LiveFederation:
         """Raises ConfigError when the method cannot be loaded, pydantic's ValidationError for a damaged state."""
         self.id, self.first, self.created_at = id_, head.first, head.created_at
         self._store, self._clock, self._faults = store, clock, Faults()
+        self.tokens = JoinTokens(store.metadata, id_, clock)
         self.devices = Devices(store.metadata, id_, config, head, self._faults, clock)
         self.feed = Feed(head.version, head.ready)
         followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded, self._committed)

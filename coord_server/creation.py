@@ -1,0 +1,117 @@
+"""How a federation comes into being: its settings are checked, its method begins, its first row is written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from coord_server import aggregation, engine
+from coord_server.bundles import Bundles, load_model, read_manifest
+from coord_server.live.federation import LiveFederation
+from coord_server.problems import Refusal
+from coord_server.store import Store
+from coord_server.store.blobs import federation_shelf
+from coord_server.store.values import put
+from coord_server.warm import Derived
+from edge_client.backends import check_parts, installed
+from edge_client.errors import BundleError, ConfigError
+from edge_client.methods import Method, make_method
+from edge_client.protocol.messages import FederationConfig
+from edge_client.task import Course
+
+log = logging.getLogger("maskfleet")
+
+RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
+
+
+def taken(name: str) -> Refusal:
+    """The answer to a creation with a name that is in use."""
+    return Refusal("name-taken", f"there is already a federation {name!r}; choose another name")
+
+
+async def create(
+    store: Store,
+    bundles: Bundles,
+    config: FederationConfig,
+    find: Callable[[str], Awaitable[LiveFederation]],
+    clock: Callable[[], float],
+) -> None:
+    """Store a new federation; one that is refused leaves nothing. Raises Refusal, StateError.
+
+    `find` gives the federation of an id, to start from its model.
+    """
+    if config.name in RESERVED:
+        raise taken(config.name)
+    receipt = await bundles.receipt(config.bundle)
+    if receipt.missing:
+        raise Refusal(
+            "bundle-incomplete",
+            f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them under "
+            f"/v1/bundles/{config.bundle}/parts/ first",
+        )
+    derived = None
+    if config.start_from is not None:
+        derived = await _warm(bundles, config.bundle, await find(config.start_from.federation))
+    await asyncio.to_thread(_add, store, bundles, config, derived, clock)
+
+
+async def _warm(bundles: Bundles, bundle: str, source: LiveFederation) -> Derived:
+    """The bundle with the global model of `source`, not stored yet. Raises Refusal, StateError."""
+    try:
+        values = await source.global_values()
+        return await asyncio.to_thread(bundles.derived, bundle, values)
+    except (BundleError, ConfigError) as error:
+        raise Refusal("bad-config", f"start_from federation {source.id!r}: {error}") from None
+
+
+def _add(
+    store: Store, bundles: Bundles, config: FederationConfig, derived: Derived | None, clock: Callable[[], float]
+) -> None:
+    """Check a new federation and store it. Blocks. Raises Refusal, StateError.
+
+    With `derived` it begins from that bundle, which is made from its configured one.
+    """
+    method, start = _begin(store, config, derived)
+    source = config.bundle
+    try:
+        # Every setting is written down, so that a device of another version does not fill in its own defaults.
+        settings = {"name": config.method["name"], **method.model_dump(mode="json")}
+        bundle = source if derived is None else derived.digest
+        config = config.model_copy(update={"method": settings, "bundle": bundle})
+        text = config.model_dump_json()
+    except ValueError:
+        raise Refusal("bad-config", "the settings hold text that is not Unicode; leave it out") from None
+    if FederationConfig.model_validate_json(text) != config:
+        raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
+    if derived is not None:
+        bundles.keep(source, derived)
+    first = store.metadata.first_version(config.name)
+    values = put(store.blobs, f"{federation_shelf(config.name, first)}/values/0", aggregation.pack(start))
+    state = engine.dump(engine.State())
+    found = store.metadata.add_federation(config.name, text, config.bundle, state, values, clock(), first)
+    if found == "taken":
+        raise taken(config.name)
+    if found == "no-bundle":
+        raise Refusal("not-found", f"bundle {source} was deleted meanwhile; POST its manifest again")
+
+
+def _begin(store: Store, config: FederationConfig, derived: Derived | None) -> tuple[Method, Any]:
+    """The method of a new federation and its state before round 1. Blocks. Raises Refusal, StateError."""
+    try:
+        method = make_method(config.method)
+        if config.backend is not None:
+            # As with methods: a backend that is not installed here is taken for a typing error.
+            installed(
+                config.backend, "; for one that only the devices have, leave `backend` out and join with --backend"
+            )
+            check_parts(config.backend, read_manifest(store, config.bundle))
+        model = load_model(store, config.bundle) if derived is None else derived.model
+        course = Course(model, config.seed, config.rounds, config.cohort)
+        start = method.start(course)
+        if caution := method.caution(course):
+            log.warning("%s: method %s: %s", config.name, method.name, caution)
+        return method, start
+    except (ConfigError, BundleError) as error:
+        raise Refusal("bad-config", str(error)) from None
