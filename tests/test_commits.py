@@ -227,7 +227,7 @@ def test_many_processes_that_write_at_once_lose_nothing(tmp_path: Path, seed: in
 
     async def script(*processes: Process) -> None:
         for p in processes:
-            p.config = p.commits.created = config().model_copy(update={"cohort": 20, "min_updates": 20})
+            p.config = p.commits.initial_config = config().model_copy(update={"cohort": 20, "min_updates": 20})
         await processes[0].commits.submit(Present(1.0, names, len(names)))
         said = await asyncio.gather(
             *(dice.choice(processes).update(name) for name in names for _ in range(3)), return_exceptions=True

@@ -26,13 +26,13 @@ def made(failures: list[Exception], monkeypatch: pytest.MonkeyPatch) -> tuple[Do
             raise failures.pop(0)
         return Encoded(repr(record).encode(), {"all": 1})
 
-    async def values() -> Any:
+    async def current() -> Any:
         return SimpleNamespace(round=1, course=None, state=None)
 
     monkeypatch.setattr(downlinks.aggregation, "downlink", downlink)
     method = SimpleNamespace(name="m", audience=lambda course, round_, record: f"from-{record}")
     held = SimpleNamespace(
-        values=values, record=lambda device, round_: RECORDS[device], method=method, shelf=lambda kind, round_: "s"
+        current=current, record=lambda device, round_: RECORDS[device], method=method, shelf=lambda kind, round_: "s"
     )
     return Downlinks(SimpleNamespace(), held), asked  # type: ignore[arg-type]
 

@@ -83,7 +83,7 @@ class Commits:
         faults: Faults,
         clock: Callable[[], float],
     ) -> None:
-        self.id, self.created = id_, config
+        self.id, self.initial_config = id_, config
         self.version, self.first, self.state = head.version, head.first, engine.load(head.state)
         self._metadata, self._followers, self.faults, self.clock = metadata, followers, faults, clock
         self._queue: list[_Waiting] = []
@@ -96,8 +96,8 @@ class Commits:
 
     @property
     def config(self) -> FederationConfig:
-        """The settings in force: `created` with what the operator has changed since."""
-        return engine.in_force(self.created, self.state)
+        """The settings in force: `initial_config` with what the operator has changed since."""
+        return engine.in_force(self.initial_config, self.state)
 
     # --- events
 
@@ -134,9 +134,9 @@ class Commits:
 
     async def ask(self, event: Event) -> Decision | None:
         """The engine's first decision about `event`, without applying it. Raises Refusal, StateError."""
-        _, decisions = engine.apply(self.created, self.state, event)
+        _, decisions = engine.apply(self.initial_config, self.state, event)
         if decisions and isinstance(decisions[0], Refuse) and await self.refresh():
-            _, decisions = engine.apply(self.created, self.state, event)
+            _, decisions = engine.apply(self.initial_config, self.state, event)
         first = decisions[0] if decisions else None
         if isinstance(first, Refuse):
             raise Refusal(first.kind, first.detail)
@@ -184,9 +184,9 @@ class Commits:
 
     async def _apply(self, state: engine.State, event: Event, draws: bool) -> tuple[engine.State, Answer]:
         """Apply an event. With `draws` a Draw is answered at once; not beside a removal, which is not written yet."""
-        state, decisions = engine.apply(self.created, state, event)
+        state, decisions = engine.apply(self.initial_config, state, event)
         if draws and any(isinstance(d, Draw) for d in decisions):
-            state, more = engine.apply(self.created, state, await self._followers.present(self.clock()))
+            state, more = engine.apply(self.initial_config, state, await self._followers.present(self.clock()))
             decisions = (*decisions, *more)
         return state, decisions
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coord_server import aggregation
-from coord_server.live.method_state import MethodState, StaleError, Values
+from coord_server.live.method_state import GlobalState, MethodState, StaleError
 from coord_server.live.status import MethodError
 from coord_server.store.blobs import FolderBlobs
 from edge_client.bundle import digest
@@ -35,7 +35,7 @@ class Downlinks:
     """The downlinks of one federation's round under way."""
 
     def __init__(self, blobs: FolderBlobs, method_state: MethodState) -> None:
-        self._blobs, self._values = blobs, method_state
+        self._blobs, self._method_state = blobs, method_state
         self._round = 0
         self._audiences: dict[str, str] = {}  # of each device that has asked
         self._made: dict[str, asyncio.Task[Downlink]] = {}  # by audience
@@ -52,19 +52,19 @@ class Downlinks:
 
     async def get(self, round_: int, device: str) -> Downlink:
         """What `device` fetches in `round_`. Raises StaleError when that is not the round under way, StateError."""
-        values = await self._values.values()
-        if values.round + 1 != round_:
+        current = await self._method_state.current()
+        if current.round + 1 != round_:
             raise StaleError(f"round {round_} is not under way")
         if self._round != round_:
             self._round, self._audiences, self._made, self._room = round_, {}, {}, IN_MEMORY
         if (made := self._usable(self._audiences.get(device))) is None:
-            record = await asyncio.to_thread(self._values.record, device, round_)
-            audience = self._values.method.audience(values.course, round_, record)
+            record = await asyncio.to_thread(self._method_state.record, device, round_)
+            audience = self._method_state.method.audience(current.course, round_, record)
             if self._round != round_:
                 raise StaleError(f"round {round_} is not under way")
             self._audiences[device] = audience
             if (made := self._usable(audience)) is None:
-                made = self._made[audience] = asyncio.create_task(self._make(values, round_, record))
+                made = self._made[audience] = asyncio.create_task(self._make(current, round_, record))
         return await asyncio.shield(made)
 
     def _usable(self, audience: str | None) -> asyncio.Task[Downlink] | None:
@@ -73,22 +73,22 @@ class Downlinks:
         failed = made is not None and made.done() and (made.cancelled() or made.exception() is not None)
         return None if failed else made
 
-    async def _make(self, values: Values, round_: int, record: Any) -> Downlink:
+    async def _make(self, current: GlobalState, round_: int, record: Any) -> Downlink:
         async with self._encoding:
             fits = self._room
-            found = await asyncio.to_thread(self._encode, values, round_, record, fits)
+            found = await asyncio.to_thread(self._encode, current, round_, record, fits)
         if found.data is not None and self._round == round_:
             self._room -= found.size
         return found
 
-    def _encode(self, values: Values, round_: int, record: Any, fits: int) -> Downlink:
-        method = self._values.method
+    def _encode(self, current: GlobalState, round_: int, record: Any, fits: int) -> Downlink:
+        method = self._method_state.method
         try:
-            encoded = aggregation.downlink(method, values.course, round_, values.state, record)
+            encoded = aggregation.downlink(method, current.course, round_, current.state, record)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise MethodError(f"method {method.name} fails to write the downlink of round {round_} ({why})") from error
-        shelf, size = self._values.shelf("downlinks", round_), len(encoded.data)
+        shelf, size = self._method_state.shelf("downlinks", round_), len(encoded.data)
         if size <= fits:
             return Downlink(round_, shelf, digest(encoded.data), size, encoded.sizes, encoded.data)
         return Downlink(round_, shelf, self._blobs.put(shelf, encoded.data), size, encoded.sizes, None)

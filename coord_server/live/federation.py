@@ -82,11 +82,11 @@ class LiveFederation:
         self.feed = Feed(head.version, head.ready)
         followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded, self._committed)
         self._commits = Commits(store.metadata, id_, config, head, followers, self._faults, clock)
-        self._values = MethodState(store, self._commits, make_method(config.method), head)
-        self._downlinks = Downlinks(store.blobs, self._values)
-        self._rounds = Rounds(store, self._commits, self._values, self._downlinks)
+        self._method_state = MethodState(store, self._commits, make_method(config.method), head)
+        self._downlinks = Downlinks(store.blobs, self._method_state)
+        self._rounds = Rounds(store, self._commits, self._method_state, self._downlinks)
         self._records = Records(store.metadata, id_, self._faults)
-        self.uploads = Uploads(store, self._commits, self._values, self._rounds)
+        self.uploads = Uploads(store, self._commits, self._method_state, self._rounds)
         self._closing = False
 
     @property
@@ -172,7 +172,7 @@ class LiveFederation:
         c = self.config
         return Enrolled(
             federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds,
-            cohort=self._commits.created.cohort, seed=c.seed, backend=c.backend, personalise=c.personalise,
+            cohort=self._commits.initial_config.cohort, seed=c.seed, backend=c.backend, personalise=c.personalise,
             licence=c.licence,
         )  # fmt: skip
 
@@ -287,17 +287,17 @@ class LiveFederation:
     async def fail(self, round_: int, device: str, lease: str, failure: Failure) -> None:
         """A device cannot do its round. Repeating it is harmless. Raises Refusal, StateError."""
         event = events.Failed(self._clock(), round_, device, lease, failure.kind, failure.reason)
-        text, left = failure.model_dump_json(), None
+        text, after_loss = failure.model_dump_json(), None
 
         def write(rows: Rows) -> None:
             rows.add_failure(device, text)
-            if left is not None:
-                rows.leave_record(device, *left)
+            if after_loss is not None:
+                rows.leave_record(device, *after_loss)
 
         with self._faults.watch(f"failure of {device}", f"the failure of {device!r} could not be written down"):
             if failure.kind == "lost":
                 with suppress(StaleError):  # of a closed round: the engine refuses it
-                    left = await asyncio.to_thread(self._values.left, device, round_)
+                    after_loss = await asyncio.to_thread(self._method_state.record_after_loss, device, round_)
             await self._commits.submit(event, write, lambda: self._downlinks.forget(device))
         log.warning("%s: %s cannot do round %d: %s: %s", self.id, device, round_, failure.kind, failure.reason,
                     extra={"federation": self.id, "device": device, "round": round_, "failure": failure.kind,
@@ -333,7 +333,7 @@ class LiveFederation:
         """Change settings. Raises Refusal, StateError."""
         new = change.model_dump(exclude_none=True)
         if change.rounds is not None:
-            await self._values.check_rounds(change.rounds)
+            await self._method_state.check_rounds(change.rounds)
         if new:
             await self._commits.submit(events.Changed(self._clock(), new))
             said = ", ".join(f"{name} = {value:g}" for name, value in new.items())
@@ -389,11 +389,10 @@ class LiveFederation:
 
     async def global_values(self) -> dict[str, NDArray[np.float32]]:
         """The global model after the last closed round, by name. Raises ConfigError, StateError."""
-        values = await self._values.values()
-        how, course, state = self._values.method, values.course, values.state
-        model = await asyncio.to_thread(global_model, how, course, state, values.round)
-        return warm.by_name(course.model.manifest, model)
+        method, now = self._method_state.method, await self._method_state.current()
+        model = await asyncio.to_thread(global_model, method, now.course, now.state, now.round)
+        return warm.by_name(now.course.model.manifest, model)
 
     async def exported(self) -> tuple[int, bytes]:
         """The last closed round and the method's global state after it, as safetensors bytes. Raises StateError."""
-        return await self._values.exported()
+        return await self._method_state.exported()

@@ -29,7 +29,7 @@ class StaleError(MaskfleetError):
 
 
 @dataclass(frozen=True)
-class Values:
+class GlobalState:
     """The method's global state after closed round `round` (0: before round 1), and the course it belongs to."""
 
     course: Course
@@ -38,7 +38,7 @@ class Values:
 
 
 class MethodState:
-    """The values of one federation."""
+    """The method's state of one federation."""
 
     def __init__(self, store: Store, commits: Commits, method: Method, head: Head) -> None:
         self.id, self.method = commits.id, method
@@ -47,23 +47,23 @@ class MethodState:
         self.root = federation_shelf(commits.id, head.first)
         self._store, self._commits = store, commits
         self._course: Course | None = None
-        self._values: Values | None = None
+        self._current: GlobalState | None = None
         self._loading = asyncio.Lock()
 
-    async def values(self) -> Values:
+    async def current(self) -> GlobalState:
         """The method's global state in memory, loaded on first use. Raises StateError."""
-        while self._values is None:
+        while self._current is None:
             async with self._loading:
-                if self._values is None:
+                if self._current is None:
                     await self._load()
         rounds = self._commits.config.rounds
-        if rounds != self._values.course.rounds:
-            self._values = replace(self._values, course=replace(self._values.course, rounds=rounds))
-        return self._values
+        if rounds != self._current.course.rounds:
+            self._current = replace(self._current, course=replace(self._current.course, rounds=rounds))
+        return self._current
 
     async def check_rounds(self, rounds: int) -> None:
         """Refuse a number of rounds that the method would not start with. Raises Refusal, StateError."""
-        course = replace((await self.values()).course, rounds=rounds)
+        course = replace((await self.current()).course, rounds=rounds)
         try:
             await asyncio.to_thread(self.method.start, course)
         except ConfigError as error:
@@ -73,14 +73,14 @@ class MethodState:
         config = self._commits.config
         if self._course is None:
             model = await asyncio.to_thread(load_model, self._store, config.bundle)
-            self._course = Course(model, config.seed, config.rounds, self._commits.created.cohort)
+            self._course = Course(model, config.seed, config.rounds, self._commits.initial_config.cohort)
         round_, data = await asyncio.to_thread(self._stored)
         if round_ != self.closed:
             await self._commits.refresh()
             return
         state = await asyncio.to_thread(aggregation.unpack, self.method.state_type, data)
         if round_ == self.closed:
-            self._values = Values(self._course, round_, state)
+            self._current = GlobalState(self._course, round_, state)
 
     def _stored(self) -> tuple[int, bytes]:
         round_, content = self._store.metadata.values(self.id)
@@ -98,7 +98,7 @@ class MethodState:
         found = self._found(device, round_)
         return None if found is None else self._read(device, *found)
 
-    def left(self, device: str, round_: int) -> tuple[int, Content | None]:
+    def record_after_loss(self, device: str, round_: int) -> tuple[int, Content | None]:
         """What the method still keeps of `device`, which lost what it kept, and the round that wrote it. Blocks.
 
         Nothing is left of a record that cannot be read. Raises StaleError, StateError.
@@ -131,9 +131,9 @@ class MethodState:
             why = f"the record of device {device!r} in {self.id} cannot be read: {error}"
             raise StorageDamagedError(f"{why}, or remove the device so that the others go on") from None
 
-    def stand_at(self, closed: int, values: Values | None) -> None:
+    def stand_at(self, closed: int, current: GlobalState | None) -> None:
         """Set the state after round `closed`; None: load it on the next use."""
-        self.closed, self._values = closed, values
+        self.closed, self._current = closed, current
 
     def shelf(self, kind: str, round_: int) -> str:
         """Where the large values, updates or downlinks of a round lie."""

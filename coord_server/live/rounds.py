@@ -18,7 +18,7 @@ from coord_server import aggregation, engine, events, metrics
 from coord_server.aggregation import Checked, Closed, Contribution, UnusableUpdate
 from coord_server.live.commits import Commits
 from coord_server.live.downlinks import Downlinks
-from coord_server.live.method_state import MethodState, StaleError, Values
+from coord_server.live.method_state import GlobalState, MethodState, StaleError
 from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.tables import Head
@@ -39,7 +39,7 @@ class Rounds:
 
     def __init__(self, store: Store, commits: Commits, method_state: MethodState, downlinks: Downlinks) -> None:
         self.id, self.config = commits.id, commits.config
-        self._store, self._commits, self._values, self._downlinks = store, commits, method_state, downlinks
+        self._store, self._commits, self._method_state, self._downlinks = store, commits, method_state, downlinks
         self._fresh: dict[str, Checked] = {}
         self._room = FRESH
         self._folding: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -50,17 +50,17 @@ class Rounds:
     def remember(self, device: str, round_: int, checked: Checked) -> None:
         """Keep a decoded update for the fold of its round, while there is room."""
         size = _size(checked.update)
-        if round_ == self._values.closed + 1 and size <= self._room:
+        if round_ == self._method_state.closed + 1 and size <= self._room:
             self._room -= size
             self._fresh[device] = checked
 
     def reloaded(self, head: Head) -> None:
         """Another process has committed."""
-        if head.values_round != self._values.closed:
+        if head.values_round != self._method_state.closed:
             self._stand_at(head.values_round, None)
 
-    def _stand_at(self, closed: int, values: Values | None) -> None:
-        self._values.stand_at(closed, values)
+    def _stand_at(self, closed: int, current: GlobalState | None) -> None:
+        self._method_state.stand_at(closed, current)
         self._fresh, self._room = {}, FRESH
 
     # --- folding
@@ -112,13 +112,13 @@ class Rounds:
         await self._sweep_later(decision.devices)
 
     async def _fold(self, decision: events.Aggregate) -> None:
-        values, state, round_ = await self._values.values(), self._commits.state, decision.round
-        if values.round + 1 != round_:
+        current, state, round_ = await self._method_state.current(), self._commits.state, decision.round
+        if current.round + 1 != round_:
             raise StaleError(f"round {round_} is not under way")
         down = {d: await self._received(round_, d) for d in decision.devices}
         places = {d: state.asked[d] for d in decision.devices}
         closed, left_out = await asyncio.to_thread(
-            self._close, values, decision, down, places, state.fleet, dict(self._fresh)
+            self._close, current, decision, down, places, state.fleet, dict(self._fresh)
         )
         now = self._commits.clock()
         if closed is None:
@@ -136,7 +136,7 @@ class Rounds:
         await self._commits.submit(
             events.Aggregated(now, round_, decision.attempt),
             lambda rows: rows.close_round(round_, record, content, kept),
-            lambda: self._ended(ended, Values(values.course, round_, closed.state)),
+            lambda: self._ended(ended, GlobalState(current.course, round_, closed.state)),
         )
         metrics.ROUND.observe(seconds)
 
@@ -153,13 +153,13 @@ class Rounds:
         """Whether the operator removed `device`: a damaged record of it then stops no round. Blocks."""
         return self._store.metadata.device(self.id, device) is None
 
-    def _ended(self, round_: Round, values: Values) -> None:
-        self._stand_at(round_.round, values)
+    def _ended(self, round_: Round, current: GlobalState) -> None:
+        self._stand_at(round_.round, current)
         _say(self.id, round_)
 
     def _close(
         self,
-        values: Values,
+        current: GlobalState,
         decision: events.Aggregate,
         down: Mapping[str, Mapping[str, int]],
         places: Mapping[str, int],
@@ -182,7 +182,7 @@ class Rounds:
             counted = {d: i for d, i in influences.items() if d in devices}
             try:
                 closed = aggregation.close_round(
-                    self._values.method, values.course, round_, values.state, contributions(), counted,
+                    self._method_state.method, current.course, round_, current.state, contributions(), counted,
                     self.config.guard, fleet, left_out,
                 )  # fmt: skip
                 return closed, left_out
@@ -195,7 +195,7 @@ class Rounds:
     def _record(self, device: str, round_: int) -> Any:
         """What the method keeps of `device`. Blocks. Raises UnusableUpdate for a damaged one of a removed device."""
         try:
-            return self._values.record(device, round_)
+            return self._method_state.record(device, round_)
         except StorageDamagedError as error:
             if not self._removed(device):
                 raise
@@ -205,19 +205,19 @@ class Rounds:
         found = self._store.metadata.update_content(self.id, round_, device)
         if found is None:
             raise StorageDamagedError(f"the update of {device!r} in round {round_} is not in the database; restore it")
-        return read(self._store.blobs, self._values.shelf("updates", round_), found)
+        return read(self._store.blobs, self._method_state.shelf("updates", round_), found)
 
     def _written(self, closed: Closed, round_: int) -> tuple[Content, dict[str, Content | None]]:
         """The new global state and records as they enter their rows; large ones are durable now. Blocks.
 
         Raises StateError.
         """
-        blobs, held = self._store.blobs, self._values
+        blobs, shelves = self._store.blobs, self._method_state
         kept = {
-            device: None if value is None else put(blobs, held.record_shelf(device, round_), aggregation.pack(value))
+            device: None if value is None else put(blobs, shelves.record_shelf(device, round_), aggregation.pack(value))
             for device, value in closed.records.items()
         }
-        return put(blobs, held.shelf("values", round_), aggregation.pack(closed.state)), kept
+        return put(blobs, shelves.shelf("values", round_), aggregation.pack(closed.state)), kept
 
     async def close(self) -> None:
         """Stop folding: what is not committed is folded again by the next process."""
@@ -242,18 +242,18 @@ class Rounds:
         The downlinks of the last closed round and the values of the one before stay, because a process whose memory is
         one round behind may still read them.
         """
-        blobs, closed = self._store.blobs, self._values.closed
+        blobs, shelves, closed = self._store.blobs, self._method_state, self._method_state.closed
         over = self._commits.state.phase in ("finished", "stopped")
         for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed - 1)):
-            for round_ in self._rounds_on(f"{self._values.root}/{name}"):
+            for round_ in self._rounds_on(f"{shelves.root}/{name}"):
                 if round_ < oldest:
-                    blobs.drop(self._values.shelf(name, round_))
-        for device in blobs.shelves(f"{self._values.root}/records") if devices is None else devices:
-            old = [round_ for round_ in self._rounds_on(f"{self._values.root}/records/{device}") if round_ < closed]
+                    blobs.drop(shelves.shelf(name, round_))
+        for device in blobs.shelves(f"{shelves.root}/records") if devices is None else devices:
+            old = [round_ for round_ in self._rounds_on(f"{shelves.root}/records/{device}") if round_ < closed]
             found = self._store.metadata.record(self.id, device) if old else None
             for round_ in old:
                 if found is None or round_ != found[0]:
-                    blobs.drop(self._values.record_shelf(device, round_))
+                    blobs.drop(shelves.record_shelf(device, round_))
 
     def _rounds_on(self, shelf: str) -> list[int]:
         """The rounds that have a shelf below `shelf`; a foreign folder is left alone and named once."""

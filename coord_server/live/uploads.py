@@ -13,7 +13,7 @@ from coord_server import aggregation, metrics
 from coord_server.aggregation import Checked
 from coord_server.events import Acknowledge, Updated
 from coord_server.live.commits import Commits
-from coord_server.live.method_state import MethodState, StaleError, Values
+from coord_server.live.method_state import GlobalState, MethodState, StaleError
 from coord_server.live.rounds import Rounds
 from coord_server.problems import Refusal
 from coord_server.store import Store
@@ -32,11 +32,11 @@ class Uploads:
 
     def __init__(self, store: Store, commits: Commits, method_state: MethodState, rounds: Rounds) -> None:
         self.id = commits.id
-        self._store, self._commits, self._values, self._rounds = store, commits, method_state, rounds
+        self._store, self._commits, self._method_state, self._rounds = store, commits, method_state, rounds
 
     async def limit(self) -> int:
         """The most bytes an update may have. Raises StateError."""
-        return aggregation.update_limit(self._values.method, (await self._values.values()).course)
+        return aggregation.update_limit(self._method_state.method, (await self._method_state.current()).course)
 
     async def admit(self, round_: int, device: str, lease: str, sha256: str) -> Receipt | None:
         """Before the body is read: the receipt of an update that is already in, None when the body should be read.
@@ -76,7 +76,7 @@ class Uploads:
         caller disconnects.
         """
         event = Updated(self._commits.clock(), round_, device, lease, sha256)
-        incoming = self._store.blobs.receive(self._values.shelf("updates", round_))
+        incoming = self._store.blobs.receive(self._method_state.shelf("updates", round_))
         try:
             with self._commits.faults.watch("updates", f"the update of {device!r} could not be accepted"):
                 size, small = await receive(incoming, body, await self.limit(), "an update of this method")
@@ -101,9 +101,9 @@ class Uploads:
     async def _check(self, event: Updated, incoming: Incoming, small: bytes | None) -> Checked:
         """Check the body against its claims and its round. Raises Refusal, StateError."""
         for _ in range(3):
-            version, values = self._commits.version, await self._values.values()
+            version, current = self._commits.version, await self._method_state.current()
             try:
-                checked = await asyncio.to_thread(self._check_now, event, incoming, small, values)
+                checked = await asyncio.to_thread(self._check_now, event, incoming, small, current)
             except PayloadError as error:
                 if not await self._commits.refresh(version):
                     fault = f"the update of {event.device!r} for round {event.round}: {error}"
@@ -115,7 +115,7 @@ class Uploads:
             await self._commits.ask(event)
         raise StorageUnreachableError("other coordinators commit without a pause; send the update again")
 
-    def _check_now(self, e: Updated, incoming: Incoming, small: bytes | None, values: Values) -> Checked | None:
+    def _check_now(self, e: Updated, incoming: Incoming, small: bytes | None, current: GlobalState) -> Checked | None:
         """Check digest and content, then write a large body to disk; None when memory holds the state of another round
         or has no place for the device.
 
@@ -126,13 +126,13 @@ class Uploads:
             fault = f"the body's SHA-256 is {found}, Content-Digest says {e.sha256}; it was damaged on the way"
             raise Refusal("bad-digest", f"{fault}, send it again")
         state = self._commits.state
-        if not values.round + 1 == e.round == state.round or e.device not in state.asked:
+        if not current.round + 1 == e.round == state.round or e.device not in state.asked:
             return None
         data = incoming.content() if small is None else small
         try:
-            assignment = Assignment(values.course, e.round, e.device, state.asked[e.device])
-            record = self._values.record(e.device, e.round)
-            checked = aggregation.check_update(self._values.method, assignment, values.state, record, data)
+            assignment = Assignment(current.course, e.round, e.device, state.asked[e.device])
+            record = self._method_state.record(e.device, e.round)
+            checked = aggregation.check_update(self._method_state.method, assignment, current.state, record, data)
         except StaleError:
             return None
         if small is None:
