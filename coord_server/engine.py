@@ -50,6 +50,7 @@ one signal or none. PHASES and STAGES give the next phase and the next stage for
 the row of either is a bug and raises KeyError.
 
     event       signal
+    Arrived     none: the caller follows with Present when the engine waits for devices
     Present     begin and open (recruiting, enough devices), open (drawing), or none
     Started     begin, then open if enough devices are present
     Updated     close when it was the last one the cohort owed or the last one a failed attempt lacked, else none
@@ -214,6 +215,10 @@ def _proceed(config: FederationConfig, state: State, now: float) -> Step:
 def _begin(config: FederationConfig, state: State, event: events.Present | events.Started) -> Step:
     state, decisions = _open(config, _move(state, "begin", round=1), event)
     return state, decisions or pending(state)
+
+
+def _arrived(config: FederationConfig, state: State, event: events.Arrived) -> Step:
+    return state, ()
 
 
 def _present(config: FederationConfig, state: State, event: events.Present) -> Step:
@@ -401,12 +406,12 @@ def keeps(state: State) -> str | None:
 _Handler = Callable[[FederationConfig, State, Any], Step]
 
 _HANDLERS: Mapping[type, _Handler] = {
-    events.Present: _present, events.Started: _started, events.Removed: _removed, events.Tick: _tick,
-    events.Updated: _updated, events.Failed: _failed, events.Aggregated: _aggregated, events.Unusable: _unusable,
-    events.Paused: _paused, events.Resumed: _resumed, events.Stopped: _stopped, events.Changed: _changed,
-    events.Deleted: _deleted,
+    events.Arrived: _arrived, events.Present: _present, events.Started: _started, events.Removed: _removed,
+    events.Tick: _tick, events.Updated: _updated, events.Failed: _failed, events.Aggregated: _aggregated,
+    events.Unusable: _unusable, events.Paused: _paused, events.Resumed: _resumed, events.Stopped: _stopped,
+    events.Changed: _changed, events.Deleted: _deleted,
 }  # fmt: skip
-_ALWAYS = frozenset({events.Present, events.Removed, events.Tick, events.Deleted})
+_ALWAYS = frozenset({events.Arrived, events.Present, events.Removed, events.Tick, events.Deleted})
 _ROUNDS = _ALWAYS | {events.Updated, events.Failed, events.Aggregated, events.Unusable, events.Stopped, events.Changed}
 ACCEPTED: Mapping[Phase, frozenset[type]] = {
     "recruiting": _ALWAYS | {events.Started, events.Stopped, events.Changed},

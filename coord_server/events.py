@@ -18,8 +18,15 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Arrived(Event):
+    """A device that was not present has asked for work; its row is written with this commit."""
+
+    device: str
+
+
+@dataclass(frozen=True)
 class Present(Event):
-    """The devices that can be drawn at this moment, sorted by name: the answer to `Draw`, or a newcomer's arrival.
+    """The devices that can be drawn at this moment, sorted by name: the answer to `Draw`, or what may end recruiting.
 
     `fleet` devices have asked for work at any time and are not removed.
     """

@@ -214,7 +214,7 @@ class LiveFederation:
         """Commit the arrival of a device, so that every process can draw it, and start what waits for devices."""
         now, new = self._clock(), list[int]()
         await self._commits.submit(
-            events.Present(now, (), 0),
+            events.Arrived(now, device),
             lambda rows: new.append(rows.arrive(device, now)),
             lambda: self.devices.arrived(device, new[-1]),
         )
