@@ -6,7 +6,6 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -17,9 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from edge_client.errors import ConfigError, suggestion
-from edge_client.methods import Method, Range, make_method
-from edge_client.methods.fedmask.method import FedMask
+from edge_client.errors import ConfigError
+from edge_client.methods import Method, Range, in_a_line, installed_methods, load_method, make_method
 
 BOUNDS = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}
 USUAL: Mapping[str, str] = {
@@ -38,9 +36,9 @@ USUAL: Mapping[str, str] = {
 def methods() -> None:
     """List the installed methods, in a line each."""
     table = _table("method", "in a line")
-    for name in sorted(e.name for e in entry_points(group="maskfleet.methods")):
+    for name, found in installed_methods().items():
         try:
-            words = _first_line(type(make_method({"name": name})))
+            words = in_a_line(load_method(found))
         except ConfigError as error:
             words = str(error)
         table.add_row(name, escape(words))
@@ -50,13 +48,10 @@ def methods() -> None:
 
 def method(name: Annotated[str, typer.Argument(help="The method's name, as `maskfleet method list` has it.")]) -> None:
     """Show a method's settings: their defaults, what they take and mean, and what `maskfleet tune` searches."""
-    known = [e.name for e in entry_points(group="maskfleet.methods")]
-    if name not in known:
-        raise ConfigError(f"there is no method {name!r}; `maskfleet method list` has all{suggestion(name, known)}")
     made = make_method({"name": name})
     kind = type(made)
     console = _console()
-    console.print(escape(f"{name}: {_first_line(kind)}"), "", sep="\n")
+    console.print(name, escape(in_a_line(kind)), "", sep="\n")
     table, schema, meanings = (
         _table("setting", "default", "takes", "meaning"),
         kind.model_json_schema(),
@@ -67,7 +62,7 @@ def method(name: Annotated[str, typer.Argument(help="The method's name, as `mask
         table.add_row(setting, escape(default), escape(_takes(schema["properties"][setting])),
                       escape(meanings.get(setting, "")))  # fmt: skip
     console.print(table)
-    if issubclass(kind, FedMask):
+    if kind.drawn is not None:
         console.print("A default `A or B` is A for weights that a seed draws, B for weights from a file.")
     searched = "; ".join(f"{setting} {_values(values)}" for setting, values in kind.search.items())
     if searched:
@@ -82,7 +77,7 @@ def _default(kind: type[Method], setting: str, value: Any) -> str:
         return "required"
     if value is not None:
         return str(value)
-    if issubclass(kind, FedMask) and hasattr(kind.drawn, setting):
+    if hasattr(kind.drawn, setting):
         of = [getattr(choice, setting) for choice in (kind.drawn, kind.trained)]
         return " or ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in dict.fromkeys(of))
     return "none"
@@ -107,10 +102,6 @@ def _documented(kind: type) -> Iterator[tuple[str, str]]:
         named = isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
         if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             yield line.target.id, " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
-
-
-def _first_line(kind: type[Method]) -> str:
-    return (inspect.getdoc(kind) or "").partition("\n")[0]
 
 
 def _takes(schema: Mapping[str, Any]) -> str:

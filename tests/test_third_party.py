@@ -21,6 +21,7 @@ from edge_kernels import codecs
 from edge_kernels.codecs import values
 from numpy_mlp import mlp
 
+from coord_server import catalogue
 from edge_client import method_inspection, toml
 from edge_client.bundle import MANIFEST, Bundle, parse_manifest
 from edge_client.data import DataFile, DeviceData, fit
@@ -245,7 +246,9 @@ def test_the_page_s_method_trains_on_the_page_s_engine_and_is_described(
     method_inspection.methods()
     method_inspection.method("acme-avgm")
     said = " ".join(capsys.readouterr().out.split())
-    assert "acme-avgm FedAvg with a constant momentum of the server." in said
+    assert "acme-avgm FedAvg whose server keeps a momentum: Hsu, Qi, Brown, arXiv 1909.06335, 2019." in said
+    (shown,) = [m for m in catalogue.methods() if m.name == "acme-avgm"]
+    assert f"acme-avgm {shown.description}" in said  # the coordinator and the command line say the same
     assert "The share of a round's step that the next round adds to its own." in said
 
 

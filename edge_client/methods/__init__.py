@@ -31,10 +31,12 @@ the next downlink is the one for a device of which nothing is known, and the met
 
 from __future__ import annotations
 
+import inspect
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -91,9 +93,10 @@ class Method(BaseModel):
 
     `one_time` names update arrays that are sent once (a structure), `one_time_down` such arrays of downlinks (a head
     that stays): they are reported apart from the rounds' bytes. `search` has the few settings that `maskfleet tune`
-    searches. `rival` names the method whose score this one should reach; a simulation of both names a method that does
-    not. `revision` is raised with every change after which the same settings give other bytes or another model: stored
-    results of an earlier one are run again.
+    searches. `drawn` and `trained` hold the defaults that depend on the bundle, as attributes named like the settings:
+    for weights that a seed draws, and for weights from a file. `rival` names the method whose score this one should
+    reach; a simulation of both names a method that does not. `revision` is raised with every change after which the
+    same settings give other bytes or another model: stored results of an earlier one are run again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -101,6 +104,8 @@ class Method(BaseModel):
     revision: ClassVar[int] = 1
     rival: ClassVar[str | None] = None
     search: ClassVar[Search] = {}
+    drawn: ClassVar[Any] = None
+    trained: ClassVar[Any] = None
     state_type: ClassVar[type[Any]]
     record_type: ClassVar[type[Any] | None] = None
     kept_type: ClassVar[type[Any] | None] = None
@@ -267,21 +272,38 @@ def bits_digest(packed: NDArray[np.uint8]) -> str:
     return digest(packed.tobytes())[:16]
 
 
+def installed_methods() -> dict[str, EntryPoint]:
+    """The installed methods by name, in the order of names; none is loaded."""
+    return {e.name: e for e in sorted(entry_points(group="maskfleet.methods"), key=lambda e: e.name)}
+
+
+def load_method(found: EntryPoint) -> type[Method]:
+    """The class of an installed method. Raises ConfigError."""
+    try:
+        kind: type[Method] = found.load()
+    except Exception as error:  # code of another package may fail in any way
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"method {found.name!r} cannot be loaded ({why}); install its package anew") from error
+    return kind
+
+
+def in_a_line(kind: type[Method]) -> str:
+    """What a method is: the first paragraph of its module's docstring, else of its class's."""
+    text = inspect.getdoc(sys.modules[kind.__module__]) or inspect.getdoc(kind) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
 def make_method(config: dict[str, Any]) -> Method:
     """The method that ``{"name": ..., **settings}`` describes. Raises ConfigError."""
     settings = dict(config)
     name = settings.pop("name", None)
-    found = {e.name: e for e in entry_points(group="maskfleet.methods")}
+    found = installed_methods()
     if not isinstance(name, str) or name not in found:
         raise ConfigError(
-            f"there is no method {name!r}; choose one of {', '.join(sorted(found))}{suggestion(str(name), found)}"
+            f"there is no method {name!r}; choose one of {', '.join(found)}{suggestion(str(name), found)}"
         )
+    kind = load_method(found[name])
     try:
-        make: type[Method] = found[name].load()
-    except Exception as error:  # code of another package may fail in any way
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"method {name!r} cannot be loaded ({why}); install its package anew") from error
-    try:
-        return make(**settings)
+        return kind(**settings)
     except ValidationError as error:
-        raise ConfigError(f"method {name!r}, setting {first_fault(error, names=make.model_fields)}") from None
+        raise ConfigError(f"method {name!r}, setting {first_fault(error, names=kind.model_fields)}") from None

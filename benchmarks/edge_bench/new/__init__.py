@@ -5,7 +5,6 @@ from __future__ import annotations
 import keyword
 import re
 import shlex
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +14,7 @@ import typer
 from edge_bench.bundles import missing_exporter
 from edge_bench.command_line import check_new_folder
 from edge_client.errors import ConfigError
+from edge_client.methods import installed_methods
 
 TEMPLATES = Path(__file__).parent / "templates"
 Template = Literal["cnn", "lstm", "vit", "mlp"]
@@ -64,7 +64,7 @@ def package(name: str, method: str) -> dict[str, str]:
     """The files of a package with a method. Raises ConfigError for a name that cannot be a module's, or is taken."""
     if not re.fullmatch("[a-z][a-z0-9_]*", method) or keyword.iskeyword(method):
         raise ConfigError(f"--method {method!r}: use small letters, digits and _, and begin with a letter")
-    if method in {e.name for e in entry_points(group="maskfleet.methods")} or find_spec(method) is not None:
+    if method in installed_methods() or find_spec(method) is not None:
         raise ConfigError(f"--method {method!r}: there is such a method or Python module already; choose another name")
     sources = {
         f"{method}/__init__.py": "method.py",
