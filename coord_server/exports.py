@@ -201,7 +201,7 @@ class Exports:
         """
         row = None if device is None else self._store.metadata.device(live.id, device)
         if device is not None and row is None:
-            raise Refusal("not-found", f"no device {device!r} is enrolled in {live.id}")
+            raise Refusal("not-found", f"no device {device!r} is enrolled in {live.id}; GET .../devices lists them")
         try:
             kept = None if row is None or row.report is None else Report.model_validate_json(row.report).source
         except ValidationError as error:

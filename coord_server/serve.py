@@ -176,7 +176,7 @@ def serve(
         raise ConfigError("TLS needs both --certificate and --key")
     for path in (certificate, key):
         if path is not None and not path.is_file():
-            raise ConfigError(f"there is no file {path}")
+            raise ConfigError(f"there is no file {path}; correct --certificate or --key")
     origins = [_origin(given) for given in allow_origin or ()]
     set_up(log_format, log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request

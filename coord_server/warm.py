@@ -29,7 +29,7 @@ def read_values(data: bytes) -> Values:
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise BundleError(f"the body is not a safetensors file: {error}") from None
+        raise BundleError(f"the body is not a safetensors file: {error}; send the tensors as one") from None
 
 
 def limit(manifest: Manifest) -> int:
@@ -76,8 +76,8 @@ def _fitting(t: Tensor, values: Values) -> F32:
     if value is None or value.shape != t.shape or value.dtype != np.float32:
         has = "none" if value is None else f"{value.dtype}{list(value.shape)}"
         raise BundleError(
-            f"the model's tensor {t.name!r} is float32{list(t.shape)}, the values have {has} of that name"
+            f"the model's tensor {t.name!r} is float32{list(t.shape)}, the values have {has} of that name; correct it"
         )
     if not np.isfinite(value).all():
-        raise BundleError(f"tensor {t.name!r} holds values that are not finite")
+        raise BundleError(f"tensor {t.name!r} holds values that are not finite; correct them")
     return np.ascontiguousarray(value)

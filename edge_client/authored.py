@@ -45,7 +45,7 @@ def load(place: str, what: str) -> Callable[..., Any]:
     """
     file, _, name = place.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
-        raise ConfigError(f"{place!r}: there is no file {Path(file).resolve()}")
+        raise ConfigError(f"{place!r}: there is no file {Path(file).resolve()}; correct the path")
     if not file or not (file.endswith(".py") or all(part.isidentifier() for part in file.split("."))):
         raise ConfigError(f"{place!r} does not name {what}; write FILE.py:NAME")
     with theirs(file):

@@ -60,7 +60,9 @@ class DeviceData:
 def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """`x`, `y` in the bundle's dtypes. Raises DataError naming `what` and the value that does not fit."""
     if x.ndim == 0 or x.shape[1:] != manifest.input.shape:
-        raise DataError(f"{what}: a sample has shape {x.shape[1:]}, the model takes {manifest.input.shape}")
+        raise DataError(
+            f"{what}: a sample has shape {x.shape[1:]}, the model takes {manifest.input.shape}; reshape them"
+        )
     _check_lengths(x, y, what)
     y = manifest.target.check(y, what)
     return numbers(manifest.input, x, what), y

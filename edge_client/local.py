@@ -1,7 +1,7 @@
-"""One round on a device: decode the downlink, train, score before and after, add the figures to the update; or why not.
+"""One round on a device: decode the downlink, train, score before and after, add the figures to the update.
 
-The end: which model the device keeps. The HTTP client and the simulator call these same functions. What travels between
-rounds is arrays here and typed values inside the method.
+A round that fails becomes a `Failure`. The end: which model the device keeps. The HTTP client and the simulator call
+these same functions. What travels between rounds is arrays here and typed values inside the method.
 
 A device that keeps the best of its models stores the one it trained last beside what its method keeps, under names that
 begin with `TRAINED`. Both are stored in one write.

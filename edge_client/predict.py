@@ -92,7 +92,9 @@ def _outputs(session: ort.InferenceSession, x: NDArray[Any], card: Card, model: 
         raise BundleError(f"{model} does not run on samples of shape {x.shape[1:]}: {error}; {MODEL}") from None
     outputs: F32 = np.concatenate(parts)
     if outputs.shape[1:] != card.target.output:
-        raise BundleError(f"{model} gives {outputs.shape[1:]} a sample, its metadata says {card.target.output}")
+        raise BundleError(
+            f"{model} gives {outputs.shape[1:]} a sample, its metadata says {card.target.output}; {MODEL}"
+        )
     return outputs
 
 

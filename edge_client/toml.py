@@ -23,6 +23,8 @@ def read(path: Path, option: str = "") -> dict[str, Any]:
         content: dict[str, Any] = loads(path.read_text("utf-8"))
         return content
     except OSError as error:
-        raise ConfigError(f"{called} cannot be read: {error.strerror}") from None
-    except (TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{called} is not TOML: {error}") from None
+        raise ConfigError(f"{called} cannot be read: {error.strerror}; check its path and permissions") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{called} is not TOML: {error}; save it as UTF-8") from None
+    except TOMLDecodeError as error:
+        raise ConfigError(f"{called} is not TOML: {error}; correct it there") from None

@@ -46,7 +46,7 @@ def test_a_benchmark_ends_with_its_name_and_a_sentence_when_its_file_is_not_ther
         text=True,
     )
     assert done.returncode == 2
-    why = "missing.toml cannot be read: No such file or directory"
+    why = "missing.toml cannot be read: No such file or directory; check its path and permissions"
     assert done.stderr.strip() == f"python -m edge_bench.simulation.repeat: {why}"
 
 

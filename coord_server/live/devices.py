@@ -101,7 +101,10 @@ class Devices:
                 self._ready.add(member.device)
         device, removed = self._members[credential]
         if removed:
-            raise Refusal("device-removed", f"device {device!r} was removed from {self.id} by its operator")
+            raise Refusal(
+                "device-removed",
+                f"device {device!r} was removed from {self.id} by its operator; join anew under another name",
+            )
         return device
 
     def removed(self, device: str, was_ready: int) -> None:
@@ -128,7 +131,10 @@ class Devices:
             self._agents[device] = self._change(device).agent = agent
 
     def arrives(self, device: str) -> bool:
-        """Whether a device that asks for work was not present. Then its arrival is committed, and it can be drawn."""
+        """Whether this request makes the device present: it is new or was silent too long.
+
+        The caller then commits an arrival.
+        """
         silent = self._clock() - self._last.get(device, 0.0)
         return device not in self._ready or not 0.0 <= silent <= self._config.presence_seconds
 

@@ -350,7 +350,7 @@ class LiveFederation:
     async def remove(self, device: str) -> None:
         """Remove a device for good. Raises Refusal, StateError."""
         if await asyncio.to_thread(self._store.metadata.device, self.id, device) is None:
-            raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}")
+            raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}; GET .../devices lists them")
         was_ready = list[int]()
         await self._commits.submit(
             events.Removed(self._clock(), device),

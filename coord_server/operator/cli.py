@@ -66,15 +66,16 @@ def _operator(url: str, token_file: Path) -> Operator:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """A federation's settings from TOML or, when its name ends in .json, JSON. Raises ConfigError."""
+    if path.suffix != ".json":
+        return toml.read(path)
     try:
-        text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else toml.loads(text)
+        found = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is malformed: {error}") from None
+        raise ConfigError(f"{path} is not JSON: {error}; correct it there") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no table of settings")
+        raise ConfigError(f"{path} holds no table of settings; write one JSON object")
     return found
 
 

@@ -174,7 +174,9 @@ class FolderBlobs:
         except FileNotFoundError:
             raise StorageDamagedError(f"{name} is missing; restore the coordinator's data folder") from None
         except OSError as error:
-            raise StorageUnreachableError(f"{name} cannot be read: {error.strerror}") from None
+            raise StorageUnreachableError(
+                f"{name} cannot be read: {error.strerror}; check the coordinator's disk"
+            ) from None
         found = hashlib.sha256(data).hexdigest()
         if found != sha256:
             raise StorageDamagedError(

@@ -166,10 +166,12 @@ def of_runner(runner: str, variants: Sequence[Variant]) -> tuple[list[Variant], 
         return list(variants), {}
     engine = next((e for word, e in NAMED.items() if word in runner), None)
     if engine is None:
-        raise ConfigError(f"{runner}: which models does it run? Its name holds none of {', '.join(NAMED)}")
+        raise ConfigError(f"{runner}: which models does it run? Its name holds none of {', '.join(NAMED)}; rename it")
     kept = [v for v in variants if engine_of(v.file) == engine]
     if not kept:
-        raise ConfigError(f"{runner} runs none of {', '.join(v.file.name for v in variants)}")
+        raise ConfigError(
+            f"{runner} runs none of {', '.join(v.file.name for v in variants)}; name models of its engine"
+        )
     return kept, {v.name: f"{runner} does not run it" for v in variants if v not in kept}
 
 

@@ -318,7 +318,9 @@ def compare_(
     a, b = compare.read(first), compare.read(second)
     found = compare.pairs(a, b)
     if not found:
-        raise ConfigError(f"{first} and {second} have no row in common (variant, engine and threads)")
+        raise ConfigError(
+            f"{first} and {second} have no row of the same variant, engine and threads; measure both alike"
+        )
     engines = len({p.engine for p in found}) > 1
     table = Table("variant", *["engine"] * engines, "thr", "ms", "second is", "joules", "memory", box=SIMPLE_HEAD,
                   show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip

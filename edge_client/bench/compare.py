@@ -52,11 +52,13 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}; name a report.json, or the folder that holds it"
+        ) from None
     except ValueError as error:
-        raise DataError(f"{path} is no report of `maskfleet bench`: {error}") from None
+        raise DataError(f"{path} is no report of `maskfleet bench`: {error}; name its report.json") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or "rows" not in found:
-        raise DataError(f"{path} is no report of `maskfleet bench` of format {FORMAT}")
+        raise DataError(f"{path} is no report of `maskfleet bench` of format {FORMAT}; measure anew")
     try:
         for row in found["rows"]:
             _key(row)

@@ -57,7 +57,7 @@ def save(figure: Figure, path: Path, dpi: int = 120) -> None:
     try:
         figure.savefig(path, dpi=dpi, format="png", metadata={"Software": None})
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another place") from None
 
 
 def _around(rows: list[Mapping[str, Any]]) -> list[list[float]]:

@@ -157,7 +157,7 @@ def read_personal(path: Path, bundle: Bundle) -> Personal:
     try:
         arrays = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} is no safetensors file of personal values: {error}") from None
+        raise DataError(f"{path} is no safetensors file of personal values: {error}; name one") from None
     model, d = bundle.model(), bundle.manifest.d
     mask = arrays["mask"] != 0 if "mask" in arrays else None
     parameters, buffers = arrays.get("parameters", model.parameters), arrays.get("buffers", model.buffers)
@@ -170,7 +170,8 @@ def read_personal(path: Path, bundle: Bundle) -> Personal:
     ):
         if value is not None and value.shape != (size,):
             raise DataError(
-                f"{path}: {name} has shape {list(value.shape)}, bundle {bundle.manifest.name!r} has [{size}]"
+                f"{path}: {name} has shape {list(value.shape)}, bundle {bundle.manifest.name!r} has [{size}]; "
+                "name the bundle that the values are of"
             )
     parameters = parameters.astype(np.float32)
     if mask is not None:

@@ -139,14 +139,17 @@ def _effective(manifest: Manifest, personal: Personal) -> dict[str, F32]:
     ):
         if flat.shape != (size,) or flat.dtype != np.float32:
             raise CompactionError(
-                f"the personal model has {what} {flat.dtype}{list(flat.shape)}, the bundle float32[{size}]"
+                f"the personal model has {what} {flat.dtype}{list(flat.shape)}, the bundle float32[{size}]; "
+                "name the bundle that it was trained with"
             )
         if not np.isfinite(flat).all():
             raise CompactionError(f"{int((~np.isfinite(flat)).sum())} of the {what} are NaN or infinite; train again")
     mask = personal.mask
     if mask is not None:
         if mask.shape != (manifest.d,) or mask.dtype != np.bool_:
-            raise CompactionError(f"the mask is {mask.dtype}{list(mask.shape)}, the bundle needs bool[{manifest.d}]")
+            raise CompactionError(
+                f"the mask is {mask.dtype}{list(mask.shape)}, the bundle needs bool[{manifest.d}]; name its bundle"
+            )
         wrong = int(np.count_nonzero(personal.parameters[~mask]))
         if wrong:
             raise CompactionError(f"{wrong} masked parameters are not zero; apply the mask first")

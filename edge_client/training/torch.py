@@ -49,7 +49,9 @@ class TorchTrainer(Engine):
         try:
             module: torch.fx.GraphModule = torch.export.load(path).module(check_guards=False)
         except Exception as error:  # PyTorch's loader raises whatever the archive makes it raise
-            raise BundleError(f"PyTorch {torch.__version__} cannot open {part}: {error}") from error
+            raise BundleError(
+                f"PyTorch {torch.__version__} cannot open {part}: {error}; export the bundle again"
+            ) from error
         for node in module.graph.nodes:
             if node.target == torch.ops.aten.batch_norm.default:
                 node.target = _batch_norm
