@@ -16,7 +16,6 @@ from onnx import NodeProto, helper
 
 from edge_client.axes import POINTWISE
 from edge_client.compaction.net import Net, drop_unused
-from edge_client.compaction.operators import Array
 from edge_client.nodes import settings
 
 _REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
@@ -121,11 +120,10 @@ def _operand(net: Net, node: NodeProto, k: int, apart: dict[str, tuple[str, int]
         return None
     name, at = f"{node.output[0]}.{k}", len(size) - behind
     if v in net.constants and size[at] == 1:
-        _kept(net, v, name, np.expand_dims(net.constants[v], at))
-        if v in net.ids:
-            net.ids[name] = net.ids[v].reshape(net.shapes[name])
-        return name
-    return _kept(net, "", name, np.expand_dims(net.sizes[v], at)) if v in net.repeated and net.moving[v][at] else None
+        return net.move_constant(v, name, lambda value: np.expand_dims(value, at))
+    if v in net.repeated and net.moving[v][at]:
+        return net.add_constant(name, np.expand_dims(net.sizes[v], at))
+    return None
 
 
 def _elsewhere(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
@@ -143,7 +141,7 @@ def _elsewhere(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axi
         moved = along % rank
         if axis in moved:
             return None
-        rest = [*rest[:2], _kept(net, "", f"{node.output[0]}.axes", moved + (moved > axis)), *rest[3:]]
+        rest = [*rest[:2], net.add_constant(f"{node.output[0]}.axes", moved + (moved > axis)), *rest[3:]]
     else:
         along = given.get("axis", 0) % rank
         index = net.shapes[rest[0]] if rest else (1,)
@@ -171,8 +169,7 @@ def _regrouped(net: Net, node: NodeProto, source: str, axis: int) -> str | None:
         return None
     if whole == net.shapes[source] and moving[at]:
         return source
-    name = f"{out}.apart"
-    _declare(net, name, whole, at, out)
+    name = net.declare(f"{out}.apart", out, whole, at)
     net.nodes.append(_reshape(net, source, name, whole, at))
     return name
 
@@ -188,9 +185,7 @@ def _layer(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: i
         return None
     weight = node.input[1]
     if given.get("transB", 0):
-        weight = _kept(net, weight, f"{out}.weight", net.constants[weight].T)
-        if node.input[1] in net.ids:
-            net.ids[weight] = net.ids[node.input[1]].T
+        weight = net.move_constant(weight, f"{out}.weight", np.transpose)
     rows, at = apart[node.input[0]]
     whole = (*net.shapes[rows][:-1], net.shapes[out][-1])
     if not bias:
@@ -210,29 +205,15 @@ def _emit(
 ) -> str:
     """Append `node` on `inputs`; `axis` of its output becomes two, or the output has `shape`, the batch at `axis`."""
     out = node.output[0]
-    before, name = net.shapes[out], f"{out}{tail}"
-    _declare(net, name, shape or (*before[:axis], 1, *before[axis:]), axis, out)
+    before = net.shapes[out]
+    name = net.declare(f"{out}{tail}", out, shape or (*before[:axis], 1, *before[axis:]), axis)
     net.nodes.append(helper.make_node(node.op_type, inputs, [name], **(given or {})))
-    return name
-
-
-def _kept(net: Net, old: str, name: str, value: Array) -> str:
-    """A constant made of another one by moves."""
-    net.constants[name] = np.ascontiguousarray(value)
-    net.shapes[name], net.kinds[name], net.moving[name] = value.shape, value.dtype, (False,) * value.ndim
-    if old in net.origins:
-        net.origins[name] = net.origins[old]
     return name
 
 
 def _reshape(net: Net, name: str, out: str, shape: tuple[int, ...], axis: int) -> NodeProto:
     due = np.array([-1 if a == axis else n for a, n in enumerate(shape)], np.int64)
-    return helper.make_node("Reshape", [name, _kept(net, "", f"{out}.sizes", due)], [out])
-
-
-def _declare(net: Net, name: str, shape: tuple[int, ...], axis: int, like: str) -> None:
-    net.shapes[name], net.kinds[name] = shape, net.kinds[like]
-    net.moving[name] = tuple(a == axis for a in range(len(shape)))
+    return helper.make_node("Reshape", [name, net.add_constant(f"{out}.sizes", due)], [out])
 
 
 _WRITERS = (

@@ -91,18 +91,15 @@ def _last_slice(net: Net, node: NodeProto, value: str) -> tuple[int, int] | None
 def _part(net: Net, chain: list[NodeProto], out: str, low: int, high: int) -> list[NodeProto]:
     """The outputs from `low` to `high` of a layer and its bias."""
     weight = chain[0].input[1]
-    name = f"{out}.weight"
-    _constant(net, name, net.constants[weight][:, low:high])
-    net.origins[name] = net.origins.get(weight, "")
+    name = net.add_constant(f"{out}.weight", net.constants[weight][:, low:high], weight)
     if len(chain) == 1:
         return [helper.make_node("MatMul", [chain[0].input[0], name], [out])]
     (bias,) = (v for v in chain[1].input if v in net.constants)
-    _constant(net, f"{out}.bias", net.constants[bias][low:high])
-    net.shapes[f"{out}.part"], net.kinds[f"{out}.part"] = net.shapes[out], net.kinds[out]
-    net.moving[f"{out}.part"] = net.moving[out]
+    bias = net.add_constant(f"{out}.bias", net.constants[bias][low:high])
+    part = net.declare(f"{out}.part", out)
     return [
-        helper.make_node("MatMul", [chain[0].input[0], name], [f"{out}.part"]),
-        helper.make_node("Add", [f"{out}.part", f"{out}.bias"], [out]),
+        helper.make_node("MatMul", [chain[0].input[0], name], [part]),
+        helper.make_node("Add", [part, bias], [out]),
     ]
 
 
@@ -119,12 +116,6 @@ def _plainest(net: Net, chain: list[NodeProto]) -> list[NodeProto] | None:
     return _permuted(net, name, out, moved) or _affine(net, name, out, moved)
 
 
-def _constant(net: Net, name: str, value: Array) -> str:
-    net.constants[name], net.shapes[name], net.kinds[name] = value, value.shape, value.dtype
-    net.moving[name] = (False,) * value.ndim
-    return name
-
-
 def _permuted(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | None:
     """One `Gather`, when the chain takes entries of one axis."""
     shape = net.shapes[name]
@@ -134,7 +125,7 @@ def _permuted(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | No
     changed = [a for a, own in enumerate(lists) if not np.array_equal(own, np.arange(shape[a]))]
     if len(changed) != 1 or net.moving[name][changed[0]]:
         return None
-    order = _constant(net, f"{out}.order", lists[changed[0]])
+    order = net.add_constant(f"{out}.order", lists[changed[0]])
     return [helper.make_node("Gather", [name, order], [out], axis=changed[0])]
 
 
@@ -170,11 +161,10 @@ def _affine(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | None
         if [steps[b] for b in own] != dense or low + span > n:
             return None
         if span != n:
-            bounds = [_constant(net, f"{out}.{a}.{k}", np.array([v])) for k, v in enumerate((low, low + span, a))]
+            bounds = [net.add_constant(f"{out}.{a}.{k}", np.array([v])) for k, v in enumerate((low, low + span, a))]
             cut = f"{out}.{a}"
             nodes.append(helper.make_node("Slice", [reads, *bounds], [cut]))
-            _declare(net, cut, [span if b == a else m for b, m in enumerate(net.shapes[reads])], batch, reads)
-            reads = cut
+            reads = net.declare(cut, reads, [span if b == a else m for b, m in enumerate(net.shapes[reads])], batch)
         order += own
         lengths += [size[b] for b in own]
     order += [b for b in range(len(size)) if b not in order]
@@ -182,18 +172,12 @@ def _affine(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | None
     at = order.index(arrived)
     if lengths != list(net.shapes[reads]) or at != batch:
         due = [-1 if k == at else n for k, n in enumerate(lengths)]
-        target = _constant(net, f"{out}.shape", np.array(due))
+        target = net.add_constant(f"{out}.shape", np.array(due))
         nodes.append(helper.make_node("Reshape", [reads, target], [f"{out}.apart"]))
-        _declare(net, f"{out}.apart", lengths, at, reads)
-        reads = f"{out}.apart"
+        reads = net.declare(f"{out}.apart", reads, lengths, at)
     perm = [order.index(b) for b in range(len(size))]
     if perm != list(range(len(size))):
         nodes.append(helper.make_node("Transpose", [reads], [out], perm=perm))
     elif nodes:
         nodes[-1].output[0] = out
     return nodes or None
-
-
-def _declare(net: Net, name: str, shape: list[int], batch: int, like: str) -> None:
-    net.shapes[name], net.kinds[name] = tuple(shape), net.kinds[like]
-    net.moving[name] = tuple(a == batch for a in range(len(shape)))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,27 @@ class Net:
     repeated: set[str] = field(default_factory=set)
     """The sizes that consist of one equal block for each sample along one axis."""
     _makers: tuple[int, int, dict[str, NodeProto]] | None = None
+
+    def add_constant(self, name: str, value: Array, of: str = "") -> str:
+        """Enter a constant; `of` is the one that it is made of, empty for none. Returns `name`."""
+        self.constants[name], self.shapes[name], self.kinds[name] = value, value.shape, value.dtype
+        self.moving[name] = (False,) * value.ndim
+        if of in self.origins:
+            self.origins[name] = self.origins[of]
+        return name
+
+    def move_constant(self, old: str, name: str, move: Callable[[NDArray[Any]], NDArray[Any]]) -> str:
+        """Enter what `move` makes of the constant `old`, its elements and their numbers alike. Returns `name`."""
+        if old in self.ids:
+            self.ids[name] = move(self.ids[old])
+        return self.add_constant(name, np.ascontiguousarray(move(self.constants[old])), old)
+
+    def declare(self, name: str, like: str, shape: Sequence[int] | None = None, batch: int = 0) -> str:
+        """Enter a value like another, or of its type and of `shape` with its batch along `batch`. Returns `name`."""
+        self.shapes[name], self.kinds[name], self.moving[name] = self.shapes[like], self.kinds[like], self.moving[like]
+        if shape is not None:
+            self.shapes[name], self.moving[name] = tuple(shape), tuple(a == batch for a in range(len(shape)))
+        return name
 
     def is_float(self, name: str) -> bool:
         """Whether a value holds floats."""

@@ -13,7 +13,6 @@ from math import prod
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from edge_client.compaction.batch_norm import folded
@@ -139,11 +138,13 @@ def _fold_batch_norms(net: Net) -> None:
         weight = net.constants[layer.input[1]]
         bias = net.constants[layer.input[2]] if len(layer.input) > 2 and layer.input[2] else None
         values, epsilon = [net.constants[v] for v in norm.input[1:]], settings(norm).get("epsilon", 1e-5)
-        names = [f"{norm.output[0]}.weight", f"{norm.output[0]}.bias"]
-        net.constants.update(zip(names, folded(weight, bias, values, epsilon, axis), strict=True))
-        net.origins[names[0]] = net.origins.get(layer.input[1], "")
-        layer.input[1:] = names
-        layer.output[0] = norm.output[0]
+        weight, bias = folded(weight, bias, values, epsilon, axis)
+        out = norm.output[0]
+        layer.input[1:] = [
+            net.add_constant(f"{out}.weight", weight, layer.input[1]),
+            net.add_constant(f"{out}.bias", bias),
+        ]
+        layer.output[0] = out
         net.nodes.remove(norm)
 
 
@@ -163,13 +164,12 @@ def _plain_forms(net: Net) -> None:
             index = net.constants.get(node.input[1])
             if index is not None and index.ndim == 0:
                 tail = np.array([given.get("axis", 0)], np.int64)
-                net.constants[f"{node.output[0]}.index"] = index.reshape(1)
-                node.input[1] = f"{node.output[0]}.index"
+                node.input[1] = net.add_constant(f"{node.output[0]}.index", index.reshape(1))
         nodes.append(node)
         if tail is not None:
             out, node.output[0] = node.output[0], f"{node.output[0]}.kept"
-            net.constants[f"{out}.axes"] = tail
-            nodes.append(helper.make_node("Squeeze", [node.output[0], f"{out}.axes"], [out]))
+            axes = net.add_constant(f"{out}.axes", tail)
+            nodes.append(helper.make_node("Squeeze", [node.output[0], axes], [out]))
     net.nodes = nodes
 
 
@@ -205,9 +205,8 @@ def _measure(net: Net, probe: Array) -> None:
             )
         net.shapes[name], net.kinds[name] = value.shape, value.dtype
         net.moving[name] = tuple(a != b for a, b in zip(value.shape, two[name].shape, strict=True))
-    for name, constant in net.constants.items():
-        net.shapes[name], net.kinds[name] = constant.shape, constant.dtype
-        net.moving[name] = (False,) * constant.ndim
+    for name, constant in list(net.constants.items()):
+        net.add_constant(name, constant)
     for node in net.nodes:
         if any(o in sizes for o in node.output):
             net.sizes.update((o, one[o]) for o in node.output if o)
@@ -230,13 +229,7 @@ def _plain_matrices(net: Net) -> None:
         size = net.shapes.get(weight, ())
         if weight not in net.constants or not 2 < len(size) <= len(net.shapes[node.input[0]]) or prod(size[:-2]) != 1:
             continue
-        name = f"{node.output[0]}.matrix"
-        net.constants[name] = net.constants[weight].reshape(size[-2:])
-        net.shapes[name], net.kinds[name], net.moving[name] = size[-2:], net.kinds[weight], (False, False)
-        if weight in net.ids:
-            net.ids[name] = net.ids[weight].reshape(size[-2:])
-        net.origins[name] = net.origins.get(weight, "")
-        node.input[1] = name
+        node.input[1] = net.move_constant(weight, f"{node.output[0]}.matrix", lambda v: v.reshape(v.shape[-2:]))
 
 
 def _split_splits(net: Net) -> None:
@@ -254,12 +247,10 @@ def _split_splits(net: Net) -> None:
         low = 0
         for out in outs:
             high = low + net.shapes[out][axis]
-            bounds: dict[str, NDArray[np.int64]] = {}
-            for key, value in (("low", low), ("high", high), ("axis", axis)):
-                bounds[f"{out}.{key}"] = np.array([value], np.int64)
-            for key, vector in bounds.items():
-                net.constants[key], net.shapes[key], net.kinds[key] = vector, (1,), vector.dtype
-                net.moving[key] = (False,)
+            bounds = [
+                net.add_constant(f"{out}.{key}", np.array([value], np.int64))
+                for key, value in (("low", low), ("high", high), ("axis", axis))
+            ]
             nodes.append(helper.make_node("Slice", [node.input[0], *bounds], [out]))
             low = high
     net.nodes = nodes
