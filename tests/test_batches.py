@@ -40,7 +40,7 @@ def test_heads_that_were_joined_with_the_batch_are_parted_and_get_constants_of_t
     # constant in query and key, in another head each: products of two constants, and of one
     tensors["q"][:, [0, 3, 4]] = 0
     tensors["k"][:, [0, 3]] = 0
-    frozen = freeze(model, tensors, fold=False)
+    frozen = freeze(model, tensors)
     made = smaller(frozen, np.zeros((2, 5, 6), np.float32)).model
     assert "Expand" not in [n.op_type for n in made.graph.node]
     for n in (1, 4):

@@ -14,8 +14,9 @@ from sequential_bundle import personal_of, sequential_bundle
 from test_personal import MLP, MLP_VALUES, STILL, X, Y, in_float64, run, still
 
 import edge_client.compaction.personal as personal_module
-import edge_client.compaction.surgery as surgery
+import edge_client.compaction.preparation as preparation
 from edge_client.bundle import F32, Bundle, Manifest
+from edge_client.compaction.net import Net
 from edge_client.compaction.smaller import Smaller
 from edge_client.compaction.tuning import aligned
 from edge_client.conclude import conclude
@@ -109,15 +110,14 @@ def test_a_device_ends_with_the_evaluation_graph_itself_when_nothing_folded_is_s
         raise CompactionError("outputs differ")
 
     monkeypatch.setattr(personal_module, "aligned", refused)
-    fold = surgery._fold_batch_norms
+    fold = preparation._fold_batch_norms
 
-    def wrong(graph: onnx.GraphProto) -> None:
-        fold(graph)
-        graph.initializer[0].CopyFrom(
-            numpy_helper.from_array(1.001 * numpy_helper.to_array(graph.initializer[0]), graph.initializer[0].name)
-        )
+    def wrong(net: Net) -> None:
+        fold(net)
+        bias = next(n.input[2] for n in net.nodes if n.op_type == "Conv")
+        net.constants[bias] = 1.001 * net.constants[bias]
 
-    monkeypatch.setattr(surgery, "_fold_batch_norms", wrong)
+    monkeypatch.setattr(preparation, "_fold_batch_norms", wrong)
     path = tmp_path / "personal.onnx"
     report = conclude(bundle, task, personal, path)
     assert report.uncompacted is not None

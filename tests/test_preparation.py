@@ -9,7 +9,7 @@ from onnx import numpy_helper, parser
 from onnxruntime import InferenceSession
 
 from edge_client.compaction.net import build
-from edge_client.compaction.preparation import prepare
+from edge_client.compaction.preparation import dense, prepare
 from edge_client.runtimes.onnx import open_onnx
 
 HEAD = '<ir_version: 10, opset_import: ["" : 18]> g (float[N, 3] x) => (float[M, 2] y) '
@@ -42,3 +42,17 @@ def test_a_prepared_graph_gives_the_outputs_of_the_graph_for_every_number_of_sam
 
 def _open(model: onnx.ModelProto) -> InferenceSession:
     return open_onnx(model.SerializeToString())
+
+
+@pytest.mark.parametrize(("settings", "outputs", "left"), [("", "y", 0), ("<training_mode = 1>", "y, m, v", 1)])
+def test_a_batch_norm_that_takes_the_statistics_of_the_batch_is_not_folded(
+    settings: str, outputs: str, left: int
+) -> None:
+    body = f"{{ h = Gemm <transB = 1> (x, w) {outputs} = BatchNormalization {settings} (h, s, b, e, d) }}"
+    model = parser.parse_model(HEAD + body)
+    for key, shape in (("w", (2, 3)), ("s", 2), ("b", 2), ("e", 2), ("d", 2)):
+        model.graph.initializer.append(numpy_helper.from_array(np.full(shape, 0.5, np.float32), key))
+    made = dense(model)
+    assert [n.op_type for n in made.graph.node].count("BatchNormalization") == left
+    (right,), (found,) = (_open(m).run(None, {"x": X}) for m in (model, made))
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)

@@ -50,7 +50,7 @@ def model(text: str = GRAPH, kept: Mapping[str, Sequence[int]] = KEPT) -> onnx.M
         if value.name in kept:
             made[np.setdiff1d(np.arange(len(made)), kept[value.name])] = 0
         tensors[value.name] = made
-    return freeze(parsed, tensors, fold=False)
+    return freeze(parsed, tensors)
 
 
 PROBE = np.zeros((2, 3, 6, 6), np.float32)

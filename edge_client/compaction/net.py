@@ -138,7 +138,7 @@ def build(net: Net, nodes: Sequence[NodeProto], constants: Mapping[str, Array], 
         net.model.graph.name or "model",
         [i for i in net.model.graph.input if i.name == net.input],
         list(outputs),
-        [numpy_helper.from_array(np.ascontiguousarray(_narrow(v)), k) for k, v in constants.items()],
+        [numpy_helper.from_array(_narrow(v), k) for k, v in constants.items()],
     )
     return helper.make_model(
         graph,

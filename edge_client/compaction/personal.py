@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from edge_client.align import Align
 from edge_client.bundle import F32, Bundle, Manifest, views
+from edge_client.compaction.preparation import dense
 from edge_client.compaction.smaller import REPORT, analysed, refused
 from edge_client.compaction.surgery import freeze, widen
 from edge_client.compaction.tuning import Clock, aligned
@@ -96,7 +97,7 @@ def write_personal(
         )
     probe = np.zeros((2, *manifest.input.shape), manifest.input.dtype)
     with refused():
-        made = aligned(analysed(freeze(_read_eval(bundle), tensors, fold=False), probe), align, clock, costs)
+        made = aligned(analysed(freeze(_read_eval(bundle), tensors), probe), align, clock, costs)
     data = made.model.SerializeToString()
     largest, scaled = _prove(bundle, tensors, data, samples)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
@@ -120,12 +121,14 @@ def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray
     definition the masked model. Raises CompactionError when the values do not fit the bundle or the graph does not
     run, StateError when the file cannot be written.
     """
-    tensors, model = _effective(bundle.manifest, personal), _read_eval(bundle)
+    tensors = _effective(bundle.manifest, personal)
+    model = freeze(_read_eval(bundle), tensors)
     try:
-        data = freeze(model, tensors).SerializeToString()
+        with refused():
+            data = dense(model).SerializeToString()
         _prove(bundle, tensors, data, samples)
     except CompactionError:
-        data = freeze(model, tensors, fold=False).SerializeToString()
+        data = model.SerializeToString()
         _open(data)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
     return len(data)
@@ -170,13 +173,13 @@ def _prove(
 ) -> tuple[float, float]:
     """Largest absolute difference on ordinary probes, largest scaled difference on all. Raises CompactionError."""
     frozen = _open(data)
-    dense = _read_eval(bundle)
-    masked = _open(widen(dense).SerializeToString())
+    graph = _read_eval(bundle)
+    masked = _open(widen(graph).SerializeToString())
 
     @cache
     def plain() -> ort.InferenceSession:
         """Linear layers in float32, whose long sums round as the compact model's do."""
-        return _open(widen(dense, {"BatchNormalization"}).SerializeToString())
+        return _open(widen(graph, {"BatchNormalization"}).SerializeToString())
 
     names = {i.name for i in masked.get_inputs()}
     feed = {name: np.ascontiguousarray(value) for name, value in tensors.items() if name in names}

@@ -1,5 +1,7 @@
 """From an evaluation graph to a `Net`: one plain way of writing each operator, and the shape of every value.
 
+`prepare` is what compaction starts from. `dense` is the same graph with all its channels, in its own operators.
+
 What depends on constants alone is computed, batch-norms are folded into the layers before them, and a few operators are
 written in one way: reductions keep their axes, a `Gather` takes a vector of indices, a `Split` is slices. Shapes are
 measured, not inferred: the graph runs on one sample and on two, and an axis whose size differs holds the batch.
@@ -15,7 +17,6 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from edge_client.compaction.batch_norm import folded
 from edge_client.compaction.net import Net, Shape, build, drop_unused, inner_reads, subgraphs
 from edge_client.compaction.operators import Array, Operators
 from edge_client.errors import CompactionError
@@ -26,6 +27,29 @@ _LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0}
 """Layers that a batch-norm folds into, and the axis of the weight that holds their outputs."""
 
 
+def opened(model: ModelProto) -> Net:
+    """`model`, all its tensors constants, as a `Net` without the shapes of its values."""
+    graph = model.graph
+    constants = {t.name: _wide(numpy_helper.to_array(t)) for t in graph.initializer}
+    (given,) = (i.name for i in graph.input if i.name not in constants)
+    operators = Operators(model.opset_import, model.ir_version)
+    net = Net(model, list(graph.node), constants, given, graph.output[0].name, operators)
+    net.origins = {name: name for name in constants}
+    return net
+
+
+def dense(model: ModelProto) -> ModelProto:
+    """`model`, all its tensors constants, with all its channels: what `prepare` computes and folds, no more.
+
+    Raises whatever an operator raises that does not run.
+    """
+    net = opened(model)
+    _fold_constants(net)
+    _fold_batch_norms(net)
+    drop_unused(net)
+    return build(net, net.nodes, net.constants, [model.graph.output[0]])
+
+
 def prepare(model: ModelProto, probe: Array, tensors: Mapping[str, Shape] | None = None) -> Net:
     """`model`, all its tensors constants, as a `Net`. `probe` is a batch of at least two samples.
 
@@ -34,12 +58,7 @@ def prepare(model: ModelProto, probe: Array, tensors: Mapping[str, Shape] | None
 
     Raises CompactionError when the graph does not run, or not for every batch size.
     """
-    graph = model.graph
-    constants = {t.name: _wide(numpy_helper.to_array(t)) for t in graph.initializer}
-    (given,) = (i.name for i in graph.input if i.name not in constants)
-    operators = Operators(model.opset_import, model.ir_version)
-    net = Net(model, list(graph.node), constants, given, graph.output[0].name, operators)
-    net.origins = {name: name for name in constants}
+    net = opened(model)
     start = 0
     for name, shape in (tensors or {}).items():
         net.ids[name] = np.arange(start, start + int(np.prod(shape))).reshape(shape)
@@ -127,7 +146,9 @@ def _fold_batch_norms(net: Net) -> None:
         layer = makers.get(norm.input[0])
         if layer is None or layer.op_type not in _LAYERS or uses[norm.input[0]] != 1:
             continue
-        given = settings(layer)
+        given, own = settings(layer), settings(norm)
+        if own.get("training_mode", 0):  # its statistics are those of the batch
+            continue
         plain = layer.op_type != "Gemm" or (
             given.get("transB", 0) and all(given.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
         )
@@ -137,8 +158,8 @@ def _fold_batch_norms(net: Net) -> None:
             continue
         weight = net.constants[layer.input[1]]
         bias = net.constants[layer.input[2]] if len(layer.input) > 2 and layer.input[2] else None
-        values, epsilon = [net.constants[v] for v in norm.input[1:]], settings(norm).get("epsilon", 1e-5)
-        weight, bias = folded(weight, bias, values, epsilon, axis)
+        values = [net.constants[v] for v in norm.input[1:]]
+        weight, bias = _folded(weight, bias, values, own.get("epsilon", 1e-5), axis)
         out = norm.output[0]
         layer.input[1:] = [
             net.add_constant(f"{out}.weight", weight, layer.input[1]),
@@ -146,6 +167,17 @@ def _fold_batch_norms(net: Net) -> None:
         ]
         layer.output[0] = out
         net.nodes.remove(norm)
+
+
+def _folded(weight: Array, bias: Array | None, norm: Sequence[Array], epsilon: float, axis: int) -> tuple[Array, Array]:
+    """Weight and bias of a layer with the batch-norm in it: ``norm(layer(x))`` for every x.
+
+    `norm` is the scale, shift, mean and variance of each output; the outputs lie along `axis` of the weight.
+    """
+    gamma, beta, mean, variance = norm
+    scale = gamma / np.sqrt(variance + epsilon)
+    others = tuple(k for k in range(weight.ndim) if k != axis)
+    return weight * np.expand_dims(scale, others), ((0.0 if bias is None else bias) - mean) * scale + beta
 
 
 def _plain_forms(net: Net) -> None:

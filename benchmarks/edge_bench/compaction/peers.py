@@ -17,6 +17,7 @@ from torch import nn
 
 from edge_bench.compaction.zoo import Case
 from edge_bench.models.attention import TransformerBlock
+from edge_client.compaction.preparation import dense
 from edge_client.compaction.surgery import freeze
 
 ROUND_TO = 16
@@ -51,5 +52,5 @@ def pruned(module: nn.Module, case: Case, kept: float, round_to: int | None, pat
     statistics = {k: b for k, b in buffers.items() if b.is_floating_point()}
     graph = eval_graph(made, example, list(parameters), list(statistics))
     values = {k: t.detach().numpy() for k, t in (*parameters.items(), *statistics.items())}
-    model = freeze(graph, values)
+    model = dense(freeze(graph, values))
     path.write_bytes(model.SerializeToString())
