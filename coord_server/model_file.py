@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from coord_server import aggregation
 from edge_client.bundle import Bundle
 from edge_client.card import card, describe
-from edge_client.compaction.personal import write_dense, write_personal
-from edge_client.errors import CompactionError
+from edge_client.compaction.personal import write_smallest
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
 from edge_client.protocol.messages import FederationConfig, Source
@@ -87,9 +86,7 @@ def write_model(held: Held, bundle: Bundle, path: Path, samples: NDArray[Any] | 
 
 def _write(bundle: Bundle, model: Personal, path: Path, samples: NDArray[Any] | None) -> str:
     """The compact form where it can be proved equal, else the masked network; which, in a sentence's part."""
-    try:
-        report = write_personal(bundle, model, path, samples)
-    except CompactionError as error:
-        write_dense(bundle, model, path, samples)
-        return f"all {bundle.manifest.d} parameters, not compacted: {error}"
+    report = write_smallest(bundle, model, path, samples)
+    if isinstance(report, str):
+        return f"all {bundle.manifest.d} parameters, not compacted: {report}"
     return f"{report.parameters_compact} of {report.parameters_dense} parameters, verified to {report.max_abs_diff:.1e}"

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from edge_client.align import Align
 from edge_client.bundle import Bundle
 from edge_client.card import card, describe
-from edge_client.compaction.personal import write_dense, write_personal
+from edge_client.compaction.personal import write_dense, write_smallest
 from edge_client.compaction.tuning import clock
-from edge_client.errors import CompactionError, StateError
+from edge_client.errors import StateError
 from edge_client.measure.latency import latency
 from edge_client.methods import Method, below
 from edge_client.protocol.messages import Report
@@ -46,11 +46,9 @@ def conclude(
     score = task.score(personal)
     entries = card(bundle.manifest, **facts)
     measure = clock(data.x[:1]) if align == "auto" else None
-    try:
-        compact = write_personal(bundle, personal, path, data.x, align=align, clock=measure)
-    except CompactionError as error:
-        write_dense(bundle, personal, path, data.x)
-        describe(path, entries)
+    compact = write_smallest(bundle, personal, path, data.x, align=align, clock=measure)
+    describe(path, entries)
+    if isinstance(compact, str):
         (of_dense,) = latency([path], data.x[:1], threads=threads)
         return Report(
             score=score,
@@ -59,9 +57,8 @@ def conclude(
             parameters_compact=d,
             latency_dense_ms=of_dense.p50_ms,
             latency_compact_ms=of_dense.p50_ms,
-            uncompacted=str(error)[:REASON_MOST],
+            uncompacted=compact[:REASON_MOST],
         )
-    describe(path, entries)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         dense = Path(folder) / "dense.onnx"
         write_dense(bundle, personal, dense, data.x)

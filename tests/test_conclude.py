@@ -95,7 +95,7 @@ def test_a_report_has_the_latency_of_each_model_under_its_own_name(
     def refuses(*given: object, **more: object) -> None:
         raise CompactionError("the compact model's outputs differ")
 
-    monkeypatch.setattr("edge_client.conclude.write_personal", refuses)
+    monkeypatch.setattr(personal_module, "write_personal", refuses)
     report = conclude(bundle, task, personal, path, threads=3)
     assert (report.latency_dense_ms, report.latency_compact_ms, report.parameters_compact) == (17, 17, 17)
 

@@ -289,13 +289,13 @@ def test_a_device_s_file_says_whose_model_it_holds(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_shown_equal_when_compact_has_all_its_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unequal(*_: Any) -> None:
+    def unequal(*_: Any, **__: Any) -> None:
         raise CompactionError("it differs")
 
     bundle, method = Bundle.open(DIGITS), make_method({"name": "fedavg"})
     state = aggregation.pack(method.start(Course(bundle.model(), 7, 2, 2)))
     config = FederationConfig(name="fed", bundle="0" * 64, method={"name": "fedavg"}, rounds=2, cohort=2, min_devices=2)
-    monkeypatch.setattr(model_file, "write_personal", unequal)
+    monkeypatch.setattr("edge_client.compaction.personal.write_personal", unequal)
     made = model_file.write_model(model_file.Held(config, 2, 0, state), bundle, tmp_path / "m.onnx")
     assert made.detail == (
         f"the global model after round 0 of 2, all {bundle.manifest.d} parameters, not compacted: it differs"

@@ -134,6 +134,26 @@ def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray
     return len(data)
 
 
+def write_smallest(
+    bundle: Bundle,
+    personal: Personal,
+    path: Path,
+    samples: NDArray[Any] | None = None,
+    *,
+    align: Align = "rule",
+    clock: Clock | None = None,
+) -> PersonalReport | str:
+    """Write `personal` as `write_personal` does, or as `write_dense` does where that refuses; then returns why.
+
+    Raises CompactionError when the values do not fit the bundle, StateError when the file cannot be written.
+    """
+    try:
+        return write_personal(bundle, personal, path, samples, align=align, clock=clock)
+    except CompactionError as error:
+        write_dense(bundle, personal, path, samples)
+        return str(error)
+
+
 def _effective(manifest: Manifest, personal: Personal) -> dict[str, F32]:
     """Every tensor by name. Raises CompactionError unless the values fit the manifest and the mask is applied."""
     for what, flat, size in (

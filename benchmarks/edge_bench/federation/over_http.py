@@ -29,9 +29,8 @@ from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import SimulationConfig, open_simulation
 from edge_bench.simulation.simulate import Simulated
 from edge_client.bundle import Bundle, digest
-from edge_client.compaction.personal import write_dense, write_personal
+from edge_client.compaction.personal import write_smallest
 from edge_client.data import DeviceData
-from edge_client.errors import CompactionError
 from edge_client.protocol.messages import Round, Scores
 
 
@@ -71,10 +70,7 @@ def in_one_process(bundle: Bundle, devices: Mapping[str, DeviceData], result: Si
     """The outcome of a simulation; its devices' models are written to `folder` as a device writes its own."""
     models = {name: folder / f"{name}.onnx" for name in devices}
     for name, data in devices.items():
-        try:
-            write_personal(bundle, result.personal[name], models[name], data.x)
-        except CompactionError:  # a device then keeps the masked dense model too
-            write_dense(bundle, result.personal[name], models[name], data.x)
+        write_smallest(bundle, result.personal[name], models[name], data.x)
     return outcome(result.state_sha256, models, [row.record for row in result.rows], result.final)
 
 
