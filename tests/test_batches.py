@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from edge_client.compaction.smaller import smaller
+from edge_client.compaction.smaller import analysed, cut
 from edge_client.compaction.surgery import freeze
 
 HEADS = """
@@ -41,7 +41,7 @@ def test_heads_that_were_joined_with_the_batch_are_parted_and_get_constants_of_t
     tensors["q"][:, [0, 3, 4]] = 0
     tensors["k"][:, [0, 3]] = 0
     frozen = freeze(model, tensors)
-    made = smaller(frozen, np.zeros((2, 5, 6), np.float32)).model
+    made = cut(analysed(frozen, np.zeros((2, 5, 6), np.float32))).model
     assert "Expand" not in [n.op_type for n in made.graph.node]
     for n in (1, 4):
         x = random.standard_normal((n, 5, 6)).astype(np.float32)

@@ -26,13 +26,14 @@ from small_graphs import (
     personal_of,
 )
 
+from edge_client.align import Align
 from edge_client.bundle import F32
 from edge_client.compaction import personal as personal_module
 from edge_client.compaction.personal import PersonalReport, write_personal
 from edge_client.compaction.pieces import Ragged
 from edge_client.compaction.smaller import Smaller
 from edge_client.compaction.tuning import aligned
-from edge_client.compaction.writer import FASTEST, FEWEST, Costs, Writer
+from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
 
 EVERY = {**GRAPHS, "merged heads": MERGED_HEADS, "merged rows": MERGED_ROWS, "frames": FRAMES, "by element": BY_ELEMENT}
@@ -51,12 +52,12 @@ def samples(graph: Graph) -> np.ndarray:
 
 
 def compact(
-    graph: Graph, values: dict[str, F32], folder: Path, costs: Costs = FEWEST
+    graph: Graph, values: dict[str, F32], folder: Path, align: Align = "none"
 ) -> tuple[onnx.ModelProto, PersonalReport, float]:
     """The personal model, its report, and its largest error over the standard deviation of the outputs."""
     x = samples(graph)
     bundle, path = bundle_of(graph, folder), folder / "personal.onnx"
-    report = write_personal(bundle, personal_of(values), path, x, align="none", costs=costs)
+    report = write_personal(bundle, personal_of(values), path, x, align=align)
     model = onnx.load(folder / "personal.onnx")
     onnx.checker.check_model(model, full_check=True)
     right = run(graph.model(), {"x": x, **values})
@@ -91,7 +92,7 @@ def test_the_smaller_graph_says_the_same(name: str, kind: Kind, kept: float, tmp
 def test_a_graph_with_fewer_moves_says_the_same(name: str, kind: Kind, tmp_path: Path) -> None:
     graph = GRAPHS[name]
     values = masked(graph, kind, 0.5, 2)
-    model, _, error = compact(graph, values, tmp_path, FASTEST)
+    model, _, error = compact(graph, values, tmp_path, "rule")
     fewest, _, _ = compact(graph, values, tmp_path)
     moves = [[n.op_type for n in m.graph.node].count("Gather") for m in (model, fewest)]
     assert error <= 1e-5

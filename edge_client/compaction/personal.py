@@ -28,7 +28,6 @@ from edge_client.compaction.preparation import dense
 from edge_client.compaction.smaller import REPORT, analysed, refused
 from edge_client.compaction.surgery import freeze, widen
 from edge_client.compaction.tuning import Clock, aligned
-from edge_client.compaction.writer import FEWEST, Costs
 from edge_client.equality import Probe, Sides, nudged, probes, prove
 from edge_client.errors import BundleError, CompactionError
 from edge_client.files import write_whole
@@ -79,13 +78,11 @@ def write_personal(
     *,
     align: Align = "rule",
     clock: Clock | None = None,
-    costs: Costs = FEWEST,
 ) -> PersonalReport:
     """Write `personal` as a compact ONNX model with the one input `x`, dynamic batch.
 
     `samples` [n, *input] joins the probes; a model of integers needs it. `align` sets how wide its layers are, and
-    `clock` measures for it (`tuning`). `costs` weighs multiply-adds against moves, `writer.FEWEST` or `writer.FASTEST`,
-    where `align` is not "auto". The file appears whole or not at all.
+    `clock` measures for it (`tuning`). The file appears whole or not at all.
     Raises CompactionError when the compact model is not equal to the masked one (see above) or the values do not fit
     the bundle, StateError when the file cannot be written.
     """
@@ -97,7 +94,7 @@ def write_personal(
         )
     probe = np.zeros((2, *manifest.input.shape), manifest.input.dtype)
     with refused():
-        made = aligned(analysed(freeze(_read_eval(bundle), tensors), probe), align, clock, costs)
+        made = aligned(analysed(freeze(_read_eval(bundle), tensors), probe), align, clock)
     data = made.model.SerializeToString()
     largest, scaled = _prove(bundle, tensors, data, samples)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)

@@ -53,18 +53,11 @@ def refused() -> Iterator[None]:
         raise CompactionError(f"compaction does not handle this graph ({cause}); {REPORT}") from error
 
 
-def smaller(model: ModelProto, probe: Array, costs: Costs = FEWEST) -> Smaller:
-    """`model`, all its tensors constants, without the channels that are dead. `probe` is a batch of two samples.
-
-    `costs` weighs the multiply-adds saved against channels that must be moved for it.
-
-    Raises CompactionError when the graph does not run or cannot be written on fewer channels.
-    """
-    return cut(analysed(model, probe), costs)
-
-
 def analysed(model: ModelProto, probe: Array) -> Study:
-    """What varies in `model` and what is read. Raises CompactionError when the graph does not run."""
+    """What varies in `model`, all its tensors constants, and what is read. `probe` is a batch of two samples.
+
+    Raises CompactionError when the graph does not run.
+    """
     net = prepare(model, probe)
     straighten(net)
     return study(net, rule)
@@ -72,7 +65,10 @@ def analysed(model: ModelProto, probe: Array) -> Study:
 
 @refused()
 def cut(found: Study, costs: Costs = FEWEST) -> Smaller:
-    """The graph on what is live; `costs` as in `smaller`. Raises CompactionError when it cannot be written so."""
+    """The graph on what is live. `costs` weighs the multiply-adds saved against channels that must be moved for it.
+
+    Raises CompactionError when it cannot be written so.
+    """
     writer = written(found, costs)
     found, net = writer.study, found.net
     made = build(net, writer.nodes, writer.constants, [net.model.graph.output[0]])

@@ -164,18 +164,18 @@ def clock(sample: NDArray[Any]) -> Clock:
     return Clock(table(), models)
 
 
-def aligned(found: Study, align: Align, clock: Clock | None, costs: Costs = FEWEST) -> Smaller:
+def aligned(found: Study, align: Align, clock: Clock | None) -> Smaller:
     """The smaller graph of `found` with the widths of `align`. Raises CompactionError when it cannot be written.
 
-    `costs` weighs multiply-adds against moves of channels for `none` and N. Where such a model has more multiply-adds
-    than the dense one, the narrowest is taken, and where that has more too, the dense one.
+    Where a model of `none`, `rule` or N has more multiply-adds than the dense one, the narrowest is taken, and where
+    that has more too, the dense one.
     """
     if align == "none":
-        return _no_dearer(found, cut(found, costs))
+        return _no_dearer(found, cut(found, FEWEST))
     if align == "rule" or (align == "auto" and clock is None):
         return _no_dearer(found, ruled(found))
     if align != "auto":
-        costs = replace(costs, multiple=align)
+        costs = replace(FEWEST, multiple=align)
         return _no_dearer(found, _wide(found, lambda stream, n: align, False, costs) or cut(found, costs))
     assert clock is not None
     steps = {s.values: _step(found, s, clock.layer) for s in streams(found)}
