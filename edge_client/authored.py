@@ -1,7 +1,7 @@
 """A user's own Python files: a function is loaded from one, and an error that the user's code raises is shown as such.
 
-`FILE.py:NAME` names a function of a file, `package.module:NAME` one of an installed package. A file may import the
-files beside it, by name or relatively.
+`FILE.py:FUNCTION` names a function of a file, `package.module:FUNCTION` one of an installed package. A file may import
+the files beside it, by name or relatively.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ def is_place(text: str) -> bool:
     return bool(colon) and file.endswith(".py") and name.isidentifier()
 
 
+def stem(place: str) -> str:
+    """The name of the file or module of `place`, without its folders or packages."""
+    file = place.rpartition(":")[0]
+    return Path(file).stem if file.endswith(".py") else file.rpartition(".")[2]
+
+
 def load(place: str, what: str) -> Callable[..., Any]:
     """The function that `place` names; `what` describes it in an error, such as "a function that ...".
 
@@ -47,7 +53,7 @@ def load(place: str, what: str) -> Callable[..., Any]:
     if file.endswith(".py") and not Path(file).is_file():
         raise ConfigError(f"{place!r}: there is no file {Path(file).resolve()}; correct the path")
     if not file or not (file.endswith(".py") or all(part.isidentifier() for part in file.split("."))):
-        raise ConfigError(f"{place!r} does not name {what}; write FILE.py:NAME")
+        raise ConfigError(f"{place!r} does not name {what}; write FILE.py:FUNCTION")
     with theirs(file):
         module = _module(Path(file).resolve()) if file.endswith(".py") else importlib.import_module(file)
     found = getattr(module, name, None)

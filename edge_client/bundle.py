@@ -127,6 +127,17 @@ Between = Annotated[tuple[FiniteFloat, FiniteFloat], AfterValidator(_ascending)]
 """The lowest and the highest value of the samples that a model is made for; a few may lie outside."""
 
 
+class About(_Data):
+    """What an author says of the samples of a bundle, beside their shape."""
+
+    class_names: ClassNames = ()
+    """What the classes are called, in their order."""
+    normalisation: Normalisation | None = None
+    """What raw samples go through before the module."""
+    between: Between | None = None
+    """The lowest and the highest value of samples that go through nothing."""
+
+
 Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 

@@ -105,8 +105,8 @@ def test_the_traceback_is_there_on_request(
         ("net.py:mak", r"no callable 'mak'; define a model; did you mean 'make'\?"),
         ("net.py:", "no callable ''"),
         ("gone.py:make", "there is no file"),
-        ("net.py", r"write FILE\.py:NAME"),
-        ("a-b:make", r"write FILE\.py:NAME"),
+        ("net.py", r"write FILE\.py:FUNCTION"),
+        ("a-b:make", r"write FILE\.py:FUNCTION"),
         ("json:lads", "did you mean 'loads'"),
     ],
 )

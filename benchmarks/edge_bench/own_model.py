@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from edge_bench.bundles import into_cache, missing_exporter, recipe
 from edge_bench.data.own import DeviceFiles
 from edge_bench.data.sources import Samples
-from edge_client.bundle import MANIFEST, Between, Bundle, ClassNames, Normalisation
+from edge_client.bundle import MANIFEST, About, Bundle, ClassNames
 from edge_client.errors import ConfigError, DataError, ModelError
 from edge_client.measure.machine import installed
 from edge_client.targets import Classification, Sequence
@@ -28,10 +28,9 @@ from edge_client.targets import Classification, Sequence
 WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
 
 
-class ExportConfig(BaseModel):
+class ExportConfig(About):
     """The table `[export]`, for a `bundle` that is a function of a Python file. The data give what is left out."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     input: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """Shape of one sample; None: that of the data's samples."""
     dtype: Literal["float32", "int64"] | None = None
@@ -48,14 +47,10 @@ class ExportConfig(BaseModel):
     """How the seed draws weights."""
     class_names: ClassNames = ()
     """What the classes are called, in their order; empty: the data's names, if they have any."""
-    normalisation: Normalisation | None = None
-    """What raw samples go through before the model; None: nothing."""
-    between: Between | None = None
-    """The lowest and the highest value of samples that go through nothing."""
 
 
 def settings(table: ExportConfig, data: Samples | DeviceFiles) -> dict[str, Any]:
-    """The arguments of an export: shape, dtype, target, seed, init, class names, normalisation, scale."""
+    """The arguments of an export: shape, dtype, target, seed, init and what the author says of the samples."""
     if isinstance(data, DeviceFiles):
         arrays = next(iter(data.devices.values())).arrays
         x, y = arrays["x"][:1], arrays["y"]
@@ -76,9 +71,7 @@ def settings(table: ExportConfig, data: Samples | DeviceFiles) -> dict[str, Any]
         "target": {"kind": table.target or kind, **sizes},
         "seed": table.seed,
         "init": table.init,
-        "class_names": table.class_names,
-        "normalisation": table.normalisation,
-        "between": table.between,
+        "about": About(**{k: getattr(table, k) for k in About.model_fields}),
     }
 
 
@@ -113,7 +106,7 @@ def open_module(
 
         print(f"exporting {os.path.normpath(place)} ...", file=sys.stderr, flush=True)
         try:
-            _named(export_factory(place, out=folder, name=file.stem, note=said, **arguments), known)
+            _named(export_factory(place, out=folder, note=said, **arguments), known)
         except ModelError as error:
             raise ModelError(f"{error}{_advice(table, arguments, str(error))}") from error
 

@@ -10,7 +10,7 @@ import typer
 from edge_client.errors import ConfigError
 from edge_export.executorch.lowering import check_installed
 from edge_export.executorch.parts import add_parts
-from edge_export.factories import About, export_factory, read_about
+from edge_export.factories import SILENT, export_factory, read_about
 
 
 def _check_folder(out: Path) -> None:
@@ -21,7 +21,7 @@ def _check_folder(out: Path) -> None:
 
 
 def export(
-    factory: Annotated[str, typer.Argument(metavar="FILE.py:FACTORY", help="Function that returns the torch module.")],
+    place: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="Function that returns the torch module.")],
     input_: Annotated[str, typer.Option("--input", help="Shape of one sample, e.g. 1152 or 1,28,28.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write the bundle to.")],
     target: Annotated[
@@ -34,7 +34,7 @@ def export(
     seed: Annotated[int | None, typer.Option(help="Draw the weights from this seed instead of storing them.")] = None,
     init: Annotated[Literal["he", "torch", "sign"], typer.Option(help="How the seed draws weights.")] = "he",
     dtype: Annotated[Literal["float32", "int64"], typer.Option(help="Type of one input value.")] = "float32",
-    name: Annotated[str | None, typer.Option(help="The bundle's name; the factory's when left out.")] = None,
+    name: Annotated[str | None, typer.Option(help="The bundle's name; the file's when left out.")] = None,
     about: Annotated[
         Path | None,
         typer.Option(metavar="FILE.toml", help="Class names, the scale of samples; see docs/export.md."),
@@ -54,13 +54,13 @@ def export(
         raise ConfigError(f"--input {input_!r} is not a shape; write positive numbers with commas, e.g. 1,28,28")
     sizes = {k: n for k, n in (("classes", classes), ("outputs", outputs)) if n is not None}
     _check_folder(out)
-    said = About() if about is None else read_about(about)
+    said = SILENT if about is None else read_about(about)
     if executorch:
         check_installed()
     notes: list[str] = []
     try:
         bundle = export_factory(
-            factory,
+            place,
             shape,
             out,
             dtype=dtype,
@@ -69,9 +69,7 @@ def export(
             init=init,
             name=name,
             torch_part=torch_part,
-            class_names=said.class_names,
-            normalisation=said.normalisation,
-            between=said.between,
+            about=said,
             note=notes.append,
         )
     except OSError as error:

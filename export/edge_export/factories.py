@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from edge_client import authored, toml
-from edge_client.bundle import Between, Bundle, ClassNames, Normalisation
+from edge_client.bundle import About, Bundle
 from edge_client.errors import ConfigError, first_fault
 from edge_export.tables import InitScheme, unseeded
 from edge_export.writer import export_bundle
 
 WHAT = "a function that returns the torch module"
-
-
-class About(BaseModel):
-    """What a bundle says of its samples beside their shape; `--about` names a TOML file with it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    class_names: ClassNames = ()
-    """What the classes are called, in their order."""
-    normalisation: Normalisation | None = None
-    """What raw samples go through before the module."""
-    between: Between | None = None
-    """The lowest and the highest value of samples that go through nothing."""
+SILENT = About()
 
 
 def read_about(path: Path) -> About:
-    """The file's tables. Raises ConfigError with the setting at fault."""
+    """The TOML file that `--about` names. Raises ConfigError with the setting at fault."""
     try:
         return About.model_validate(toml.read(path, "--about"))
     except ValidationError as error:
@@ -51,17 +40,15 @@ def export_factory(
     init: InitScheme = "he",
     name: str | None = None,
     torch_part: bool = True,
-    class_names: Sequence[str] = (),
-    normalisation: Normalisation | None = None,
-    between: tuple[float, float] | None = None,
+    about: About = SILENT,
     note: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
     """The bundle of the module that the function at `place` builds, written to `out`; a sample has `shape`.
 
-    The other arguments are those of `export_bundle`. PyTorch's generator starts from `seed`, or 0, so the same file
-    gives the same weights. `note` gets a sentence when weights that will count as trained are not the same when they
-    are built again. Raises ConfigError, AuthorError for an exception of the author's code, ModelError when the
-    module cannot be a bundle.
+    Without `name` the bundle has that of the function's file; the other arguments are those of `export_bundle`.
+    PyTorch's generator starts from `seed`, or 0, so the same file gives the same weights. `note` gets a sentence when
+    weights that will count as trained are not the same when they are built again. Raises ConfigError, AuthorError for
+    an exception of the author's code, ModelError when the module cannot be a bundle.
     """
     build = authored.load(place, WHAT)
     torch.manual_seed(seed or 0)
@@ -76,14 +63,14 @@ def export_factory(
         module,
         example,
         out,
-        name=name or place.rpartition(":")[2],
+        name=name or authored.stem(place),
         target=target,
         seed=seed,
         init=init,
         torch_part=torch_part,
-        class_names=class_names,
-        normalisation=normalisation,
-        between=between,
+        class_names=about.class_names,
+        normalisation=about.normalisation,
+        between=about.between,
     )
 
 

@@ -84,7 +84,7 @@ class DataConfig(BaseModel):
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a device's training samples that it holds as its own validation part, whole units only; 0: none."""
     factory: str | None = None
-    """`python`: the function, as FILE.py:NAME or package.module:NAME."""
+    """`python`: the function, as FILE.py:FUNCTION or package.module:FUNCTION."""
     arguments: dict[str, Any] = {}
     """`python`, and data sets of other packages: keyword arguments of the function."""
     size: int | tuple[int, int] | None = None
