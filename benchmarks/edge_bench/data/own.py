@@ -220,37 +220,13 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
     except ImportError:
         raise ConfigError('data set "hf" needs Hugging Face\'s datasets; run: pip install datasets') from None
     datasets.disable_progress_bars()
-    parts: dict[str, Any]
-    try:
-        if path.is_dir() and not list(path.rglob("*.parquet")):
-            found = datasets.load_from_disk(str(path))
-            parts = dict(found) if isinstance(found, dict) else {"train": found}
-        else:
-            parts = _parquet(path)
-    except IndexError:  # how load_from_disk fails on what was saved with no rows
-        raise DataError(f"{path} holds no samples, or a split of it has none; save it without") from None
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} is neither a folder of save_to_disk nor one with Parquet files: {authored.described(error)}"
-        ) from None
-    if not any(len(part) for part in parts.values()):
-        raise DataError(f"{path} holds no samples")
+    parts = _splits(path)
     table = datasets.concatenate_datasets(list(parts.values()))
     test = np.concatenate([np.full(len(part), name.startswith("test")) for name, part in parts.items()])
     if features is None:
         features = next((c for c in table.column_names if isinstance(table.features[c], datasets.Image)), "x")
     for key, column in (("features", features), ("label", label), *([("owner", owner)] if owner else [])):
-        if column not in table.column_names:
-            raise DataError(
-                f"{path} has no column {column!r}; set `{key}` to one of {', '.join(table.column_names)}"
-                f"{suggestion(column, table.column_names)}"
-            )
-        empty = table.with_format("arrow")[:][column].is_null().to_numpy()
-        if empty.any():
-            raise DataError(
-                f"{path}, column {column!r}: {empty.sum()} of {len(empty)} rows have no value, first row "
-                f"{empty.argmax()}; take them out with `filter`"
-            )
+        _check_column(table, key, column, path)
     y, classes = _labels(table, label)
     people, names = named(None if owner is None else np.asarray(table[owner][:]), f"{path}, {owner}")
     published = test if test.any() else None
@@ -269,6 +245,43 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
     if not np.issubdtype(x.dtype, np.number):
         raise DataError(f"{path}, column {features!r} holds {x.dtype}; write numbers with `map`, e.g. token ids")
     return Samples(_narrow(x, str(path)), y, np.arange(len(y)), people, names, published, classes=classes)
+
+
+def _splits(path: Path) -> dict[str, Any]:
+    """The data set's splits by name. Raises DataError when there is none, or none with samples."""
+    import datasets
+
+    parts: dict[str, Any]
+    try:
+        if path.is_dir() and not list(path.rglob("*.parquet")):
+            found = datasets.load_from_disk(str(path))
+            parts = dict(found) if isinstance(found, dict) else {"train": found}
+        else:
+            parts = _parquet(path)
+    except IndexError:  # how load_from_disk fails on what was saved with no rows
+        raise DataError(f"{path} holds no samples, or a split of it has none; save it without") from None
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is neither a folder of save_to_disk nor one with Parquet files: {authored.described(error)}"
+        ) from None
+    if not any(len(part) for part in parts.values()):
+        raise DataError(f"{path} holds no samples")
+    return parts
+
+
+def _check_column(table: Any, key: str, column: str, path: Path) -> None:
+    """Raise DataError unless `table` has the column that the setting `key` names, with a value in every row."""
+    if column not in table.column_names:
+        raise DataError(
+            f"{path} has no column {column!r}; set `{key}` to one of {', '.join(table.column_names)}"
+            f"{suggestion(column, table.column_names)}"
+        )
+    empty = table.with_format("arrow")[:][column].is_null().to_numpy()
+    if empty.any():
+        raise DataError(
+            f"{path}, column {column!r}: {empty.sum()} of {len(empty)} rows have no value, first row "
+            f"{empty.argmax()}; take them out with `filter`"
+        )
 
 
 def _parquet(path: Path) -> dict[str, Any]:
