@@ -62,7 +62,7 @@ def test_convolutions_of_a_pre_trained_bundle_are_masked_only_when_named() -> No
     only = m.model_copy(update={"layers": (first, TRAINED.layers[2])})
     with pytest.raises(ConfigError, match=r"\[export\] seed = 1 .* only linear .* choose `layers` from \['0'\]"):
         FedPM().masked(model(only))
-    with pytest.raises(ConfigError, match='is the only trained layer, and head = "keep" does not mask it'):
+    with pytest.raises(ConfigError, match='is trained, and head = "keep" does not mask that'):
         FedPM().masked(model(m.model_copy(update={"layers": (TRAINED.layers[2],)})))
 
 

@@ -75,8 +75,8 @@ class MaskedNetwork(Method):
             )
         if not found:
             raise ConfigError(
-                f'{m.layers[-1].name!r} is the only trained layer, and head = "{self.head_of(model)}" does not mask it; '
-                'set head = "mask", or choose another method'
+                f'no layer but the head {m.layers[-1].name!r} is trained, and head = "{self.head_of(model)}" does not '
+                'mask that; set head = "mask", or choose another method'
             )
         names = {n for x in found for n in (*x.weights, *(x.biases if self.biases else ()))}
         return tensors(m, {n for n in names if m.tensors[n].trainable})
