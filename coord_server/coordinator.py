@@ -151,7 +151,7 @@ class Coordinator:
         One that could not be loaded here may run at another coordinator: it is refused while its state shows that. Once
         the rows are gone a kill loses nothing: the next start drops the blobs that are left.
         """
-        await (await self.any(id_)).delete()
+        await (await self.find_any(id_)).delete()
         await self._look()  # which leaves alone what another coordinator has just made of that name
         version = (await asyncio.to_thread(self.store.metadata.deleted)).get(id_, -1)
         await asyncio.to_thread(self._sweep_federation, id_, version)
@@ -161,13 +161,13 @@ class Coordinator:
 
         Raises Refusal, StateError.
         """
-        found = await self.any(id_)
+        found = await self.find_any(id_)
         await found.operate(kind)
         if isinstance(found, UnloadedFederation):
             await self._look()
         return self.summary(id_)
 
-    async def any(self, id_: str) -> LiveFederation | UnloadedFederation:
+    async def find_any(self, id_: str) -> LiveFederation | UnloadedFederation:
         """The federation of this id, loaded or not, also one that another coordinator has just made.
 
         Raises Refusal, StateError.
@@ -178,7 +178,7 @@ class Coordinator:
 
     async def find(self, id_: str) -> LiveFederation:
         """As `federation`, also when another coordinator has just made it. Raises Refusal, StateError."""
-        return _loaded(await self.any(id_))
+        return _loaded(await self.find_any(id_))
 
     def federation(self, id_: str) -> LiveFederation:
         """The federation of this id. Raises Refusal."""

@@ -70,7 +70,7 @@ async def list_federations(
 @router.get("/federations/{federation}")
 async def show_federation(served: Viewed, federation: FederationId) -> Federation:
     """Phase, round, devices, updates in, and `fault` when something keeps it from going on."""
-    return (await served.any(federation)).summary()
+    return (await served.find_any(federation)).summary()
 
 
 @router.patch("/federations/{federation}", responses=documented("cannot-change", "wrong-phase", "bad-config"))
