@@ -38,7 +38,7 @@ from edge_client.errors import (
 )
 from edge_client.events import Event, OnEvent, Watch
 from edge_client.journal import Identity, Journal, Pending, Secret
-from edge_client.local import Outcome, failure_of, personal, run_round
+from edge_client.local import Outcome, choose_model, failure_of, run_round
 from edge_client.measure.energy import Meter
 from edge_client.measure.meters import AUTO, choose
 from edge_client.measure.round_cost import RoundCost
@@ -106,7 +106,7 @@ class Client:
     Runtime. `patience` is how many seconds the coordinator may give no usable answer before `run` raises
     UnreachableError; `poll` the longest it may hold a request for work. `out` is where the personal model is written:
     a file if it ends in .onnx, else a folder that gets `personal.onnx` (default: the state folder). `personalise` names
-    the model that the device keeps (`local.personal`), None: as the federation asks. A model with more than
+    the model that the device keeps (`local.choose_model`), None: as the federation asks. A model with more than
     `max_parameters` parameters and statistics is refused before memory is taken for it. `meter` measures a round's
     energy (`edge_client.measure.meters`). `align` sets how wide the personal model's layers are
     (`edge_client.compaction.tuning`); "auto" measures here. `secret` fixes the device's own randomness, for experiments
@@ -407,7 +407,7 @@ class _Run:
         task = session.task(work.round, rounds=work.round - 1, watch=Watch(work.round, self.say))
         try:
             kept, content = self.journal.kept(before=work.round), decode(downlink)
-            chosen = personal(session.method, task, kept, content, session.personalise)
+            chosen = choose_model(session.method, task, kept, content, session.personalise)
         except LostError as error:
             failure = failure_of(error)
             if self.lost_end or failure is None:

@@ -73,7 +73,7 @@ Reader = Callable[[Method, Assignment, Mapping[str, Any], Payload], tuple[Any, A
 """`understand`, or a function that gives the same."""
 
 
-def personal(
+def choose_model(
     method: Method,
     task: Task,
     kept: Mapping[str, Any],
@@ -103,7 +103,8 @@ def personal(
     if how == "local":
         asked = "as the federation asks"
         return Chosen(whole, "global", failed) if local is None else Chosen(local, "local", asked, local)
-    found: list[tuple[Source, Personal | None]] = [("local", local), ("last", _last(kept, whole)), ("global", whole)]
+    last = _last_trained(kept, whole)
+    found: list[tuple[Source, Personal | None]] = [("local", local), ("last", last), ("global", whole)]
     models = {source: model for source, model in found if model is not None}
     scores = {source: task.score(model, "validation") for source, model in models.items()}
     best = max(scores, key=lambda source: scores[source])
@@ -112,7 +113,7 @@ def personal(
     return Chosen(models[best], best, why, local)
 
 
-def _last(kept: Mapping[str, Any], like: Personal) -> Personal | None:
+def _last_trained(kept: Mapping[str, Any], like: Personal) -> Personal | None:
     """The model trained last, if it is held and fits the network."""
     found = {name.removeprefix(TRAINED): array for name, array in kept.items() if name.startswith(TRAINED)}
     try:
@@ -133,7 +134,7 @@ def run_round(
 ) -> Outcome:
     """Train one round and score the model before and after it on the device's own test samples.
 
-    `how` is what `personal` will be called with: where it will compare models, the trained one is kept too.
+    `how` is what `choose_model` will be called with: where it will compare models, the trained one is kept too.
     Raises LostError when the downlink builds on values the device no longer holds, DivergedError when training or its
     figures are not finite, PayloadError.
     """

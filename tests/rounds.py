@@ -176,7 +176,7 @@ class Rounds:
 
     def personal(self, device: str) -> Personal:
         kept = to_arrays(self.kept.get(device))
-        return local.personal(self.method, self.task(device), kept, self.ask(device), "global").personal
+        return local.choose_model(self.method, self.task(device), kept, self.ask(device), "global").personal
 
     def score(self, *devices: str) -> float:
         """The mean score of the devices' models."""

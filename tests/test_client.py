@@ -22,7 +22,7 @@ from edge_client.data import DataFile, DeviceData, read
 from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetError, ServerError, StateError
 from edge_client.events import Event
 from edge_client.exit_codes import ExitCode, exit_code
-from edge_client.local import Chosen, personal
+from edge_client.local import Chosen, choose_model
 from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import Enrolled, Report, Wait
 from edge_client.protocol.metrics import apart
@@ -149,11 +149,11 @@ def test_a_device_says_when_the_method_should_have_pruned_and_did_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: list[bool] | None, warned: bool
 ) -> None:
     def ended(*given: Any) -> Chosen:
-        chosen = personal(*given)
+        chosen = choose_model(*given)
         own = replace(chosen.personal, mask=None if mask is None else np.array(mask))
         return replace(chosen, personal=own)
 
-    monkeypatch.setattr("edge_client.client.personal", ended)
+    monkeypatch.setattr("edge_client.client.choose_model", ended)
     monkeypatch.setattr(FedAvg, "unpruned", lambda _: "nothing was pruned: the gate stayed closed")
     said = list[Event]()
     device(tmp_path, Coordinator(rounds=1)).run(on_event=said.append)

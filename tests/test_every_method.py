@@ -221,13 +221,13 @@ def test_each_model_that_a_device_may_end_with_becomes_a_file(name: str, tmp_pat
     content, how = payload.decode(downlinks[turns[0].audience]), there.sim.method
     sizes = {}
     for source in ("global", "local"):
-        chosen = local.personal(how, task, turns[0].kept, content, source)
+        chosen = local.choose_model(how, task, turns[0].kept, content, source)
         assert chosen.source == source
         sizes[source] = write_personal(digits().bundle, chosen.personal, tmp_path / f"{source}.onnx").parameters_compact
     assert sizes["local"] <= 1.1 * sizes["global"] or not PRUNED & {name, kind(name)}
-    best = local.personal(how, task, turns[0].kept, content, "best")
+    best = local.choose_model(how, task, turns[0].kept, content, "best")
     last = from_arrays(Personal, {k[len(local.TRAINED) :]: a for k, a in turns[0].kept.items() if "/" in k})
-    held = [local.personal(how, task, turns[0].kept, content, source).personal for source in ("global", "local")]
+    held = [local.choose_model(how, task, turns[0].kept, content, source).personal for source in ("global", "local")]
     assert task.score(best.personal, "validation") == max(task.score(m, "validation") for m in (*held, last))
 
 

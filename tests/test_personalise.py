@@ -23,7 +23,7 @@ KEPT = {TRAINED + name: array for name, array in to_arrays(MODELS["last"]).items
 
 
 def chosen(how: Any, scores: tuple[float, float, float], samples: int = 20, kept: Any = KEPT, **more: Any) -> Any:
-    """What `local.personal` chooses among models with these validation scores."""
+    """What `local.choose_model` chooses among models with these validation scores."""
 
     def trained(*_: Any) -> SimpleNamespace:
         if more.get("diverges"):
@@ -38,7 +38,7 @@ def chosen(how: Any, scores: tuple[float, float, float], samples: int = 20, kept
         kept_type=None, receive=lambda *_: None, personal=lambda *_: MODELS["global"], local_round=trained
     )
     task = SimpleNamespace(assignment=None, data=SimpleNamespace(y_val=np.zeros(samples)), score=score)
-    return local.personal(method, task, kept, Payload(), how)  # type: ignore[arg-type]
+    return local.choose_model(method, task, kept, Payload(), how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

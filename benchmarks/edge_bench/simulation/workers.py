@@ -171,12 +171,12 @@ def _train(kit: _Kit, round_: int, turn: Turn, downlink: Payload) -> Trained | L
 def _evaluate(kit: _Kit, round_: int, turn: Turn, downlink: Payload, what: Evaluation) -> Evaluated | Lost:
     method, task, read = kit.site.method, kit.task(round_, turn), partial(kit.read, turn.audience)
     try:
-        chosen = local.personal(method, task, turn.kept, downlink, what.personalise, read)
+        chosen = local.choose_model(method, task, turn.kept, downlink, what.personalise, read)
     except LostError as error:
         return Lost(str(error))
     model, after = chosen.personal, None
     if what.epochs:
-        trained = chosen.local or local.personal(method, task, turn.kept, downlink, "local", read).personal
+        trained = chosen.local or local.choose_model(method, task, turn.kept, downlink, "local", read).personal
         after = task.score(trained)
     sha = digest(np.concatenate([model.parameters, model.buffers]).tobytes())
     kept_share = 1.0 if model.mask is None else float(model.mask.mean())
