@@ -332,6 +332,8 @@ REFUSED = {
     "a sampled grid": (
         Odd(lambda _, y: functional.grid_sample(y.view(-1, 1, 2, 3), functional.affine_grid(
             y.view(-1, 2, 3), (y.shape[0], 1, 2, 3))).flatten(1)), "own forward: operator 'affine_grid' has no"),
+    "two inputs": (
+        nn.Bilinear(5, 5, 3), "^the module's forward takes input1 and input2, .*; join them in one x, and take them"),
     "a lock": (Odd(_whole_count, i=torch.zeros(()), f=threading.Lock()), "attribute 'f' cannot be copied"),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 from unittest import mock
 
@@ -128,6 +129,19 @@ def refuse_parts(module: nn.Module) -> None:
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ModelError(f"parameter {name!r} has a gradient hook (register_hook); {advice}")
+
+
+def refuse_inputs(module: nn.Module) -> None:
+    """Raise ModelError for a forward that needs more than a batch."""
+    taken = signature(module.forward)
+    try:
+        taken.bind(None)
+    except TypeError:
+        needed = [n for n, p in taken.parameters.items() if p.default is p.empty and not p.kind.name.startswith("VAR_")]
+        raise ModelError(
+            f"the module's forward takes {' and '.join(needed) or 'nothing'}, and devices give it one batch; "
+            "join them in one x, and take them apart in forward"
+        ) from None
 
 
 def _held(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -30,7 +30,7 @@ from edge_export.modes import duplicate, evaluating, running
 from edge_export.onnx_passes import OWN_NAMES
 from edge_export.programs import prove_programs, torch_programs
 from edge_export.proof import Shown, prove
-from edge_export.refusals import in_a_sentence, refuse_checkpoint, refuse_parts
+from edge_export.refusals import in_a_sentence, refuse_checkpoint, refuse_inputs, refuse_parts
 from edge_export.sample_ids import sample_ids
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 from edge_export.witness import Witness
@@ -148,6 +148,7 @@ def proved_graphs(
 ) -> Graphs:
     """The graphs of `export_bundle`, run against the module. Raises ModelError."""
     refuse_parts(module)
+    refuse_inputs(module)
     if any(map(is_lazy, module.parameters())):  # as PyTorch does in the first run
         _run(module, example_batch)
     refuse_checkpoint(module, example_batch)
