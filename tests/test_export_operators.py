@@ -334,6 +334,8 @@ REFUSED = {
             y.view(-1, 2, 3), (y.shape[0], 1, 2, 3))).flatten(1)), "own forward: operator 'affine_grid' has no"),
     "two inputs": (
         nn.Bilinear(5, 5, 3), "^the module's forward takes input1 and input2, .*; join them in one x, and take them"),
+    "nothing to train": (
+        nn.Linear(5, 3).requires_grad_(False), r"^no parameter requires a gradient, .*; call requires_grad_\(\) on"),
     "a lock": (Odd(_whole_count, i=torch.zeros(()), f=threading.Lock()), "attribute 'f' cannot be copied"),
 }  # fmt: skip
 

@@ -61,6 +61,10 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
     else:
         first = _first_names(module)
         free = {first.get(n, n) for n in trainable}
+    if trainable is None and not free:
+        raise ModelError(
+            "no parameter requires a gradient, so devices would train nothing; call requires_grad_() on those to train"
+        )
     if free - set(values) or not free:
         raise ModelError(f"trainable names {sorted(free - set(values))}, the module's parameters are {sorted(values)}")
     rules = _rules(module, init)
