@@ -123,6 +123,19 @@ def test_a_record_that_would_overwrite_what_the_search_reads_or_writes_is_refuse
         tune(file, trials=1, out=file.parent / "best.toml", json_file=file.parent / name)
 
 
+def test_files_of_the_search_are_not_one_another_or_the_one_that_is_read(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--out .*best\.trials: the trials lie in best\.trials, .*choose another"):
+        tune(file, trials=1, out=file.parent / "best.trials")
+    read = file.rename(file.parent / "best.federation.toml")
+    with pytest.raises(ConfigError, match=r"--out .*best\.toml: .*the federation in best\.federation\.toml; choose"):
+        tune(read, trials=1, out=file.parent / "best.toml")
+    assert read.read_text() == FILE
+    with pytest.raises(ConfigError, match=r"--out \. is a folder"):
+        tune(read, trials=1, out=Path())
+    with pytest.raises(ConfigError, match=r"\. cannot be read"):
+        tune(Path(), trials=1)
+
+
 def test_no_trial_sees_a_test_sample(file: Path) -> None:
     config, bundle, tested = open_simulation(file)
     assert config.data.evaluate == "test"

@@ -297,11 +297,16 @@ def tune(
     Can be stopped at any time: the same command goes on where it was, and a larger --trials adds to it.
     """
     if out is None:
-        out = config.with_suffix(".tuned.toml")
-    database, federation = out.with_suffix(".trials"), out.with_suffix(".federation.toml")
+        out = config.parent / f"{config.stem}.tuned.toml"
     check_writable(out, "--out", source=config)
     check_writable(json_file, source=config)
+    database, federation = out.with_suffix(".trials"), out.with_suffix(".federation.toml")
     written = [file.resolve() for file in (out, database, federation)]
+    if len({config.resolve(), *written}) < 4:
+        raise ConfigError(
+            f"--out {out}: the trials lie in {database.name}, the federation in {federation.name}; choose another, so "
+            f"that these and {config} are four files"
+        )
     if json_file is not None and json_file.resolve() in written:
         named = ", ".join(file.name for file in written)
         raise ConfigError(f"--json {json_file} would overwrite a file of --out ({named}); name another one")
