@@ -136,6 +136,12 @@ def test_files_of_the_search_are_not_one_another_or_the_one_that_is_read(file: P
         tune(Path(), trials=1)
 
 
+def test_stored_trials_that_cannot_be_read_are_named_with_what_to_do(file: Path) -> None:
+    (file.parent / "run.tuned.trials").write_bytes(b"no database at all, but long enough for its header" * 90)
+    with pytest.raises(ConfigError, match=r"run\.tuned\.trials holds no trials: .*; delete it, or give another --out"):
+        tune(file, trials=1)
+
+
 def test_no_trial_sees_a_test_sample(file: Path) -> None:
     config, bundle, tested = open_simulation(file)
     assert config.data.evaluate == "test"

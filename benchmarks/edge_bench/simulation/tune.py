@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, cast
 import optuna
 import typer
 from edge_kernels import counter
+from sqlalchemy.exc import SQLAlchemyError
 
 from edge_bench import own_model, provenance, report, toml_text
 from edge_bench.bundles import NAMES, is_named
@@ -33,7 +34,7 @@ from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import SimulationConfig, prepare, read_simulation
 from edge_bench.simulation.simulate import RoundRow
 from edge_client import toml
-from edge_client.authored import is_place
+from edge_client.authored import described, is_place
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
@@ -314,7 +315,7 @@ def tune(
     origin = provenance.origin()
     plan, content = open_plan(config, method, trials, seed, bound)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = optuna.storages.RDBStorage(f"sqlite:///{database.resolve()}")
+    storage = _open(database)
     console = plain_console()
     count, validated = len(plan.devices), sum(len(d.y_test) for d in plan.devices.values())
     console.print(
@@ -336,6 +337,14 @@ def tune(
     methods = {k: {"best": asdict(found[k]), "trials": [asdict(t) for t in done]} for k, done in results.items()}
     settings = plan.config.model_dump(mode="json", exclude={"processes"})
     write_json(json_file, {**origin, "settings": settings, "most_bytes": bound, "methods": methods})
+
+
+def _open(database: Path) -> optuna.storages.BaseStorage:
+    """The file of trials, made when it is not there. Raises ConfigError."""
+    try:
+        return optuna.storages.RDBStorage(f"sqlite:///{database.resolve()}")
+    except (SQLAlchemyError, RuntimeError) as error:  # RuntimeError: trials of another version of Optuna
+        raise ConfigError(f"{database} holds no trials: {described(error)}; delete it, or give another --out") from None
 
 
 def _searched(label: str, plan: Plan, storage: optuna.storages.BaseStorage, steps: Steps) -> list[Trial]:
