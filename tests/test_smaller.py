@@ -154,6 +154,24 @@ def test_heads_keep_different_entries(tmp_path: Path) -> None:
     assert weights(model, "MatMul")[:2] == [(6, 7), (6, 7)]
 
 
+@pytest.mark.parametrize("costs", [FEWEST, FASTEST])
+@pytest.mark.parametrize("gone", [[0], [1], [0, 2]])
+@pytest.mark.parametrize("name", ["heads", "fused heads"])
+def test_whole_heads_that_are_gone_are_not_computed(name: str, gone: list[int], costs: Costs, tmp_path: Path) -> None:
+    """As a method leaves them that prunes whole heads: no layer before or behind them has their entries."""
+    graph = GRAPHS[name]
+    values = masked(graph, "act", 1.0, 0)
+    for made in ("a",) if name == "fused heads" else "qkv":
+        for tensor in (made, f"{made}b"):
+            heads = values[tensor].reshape(*values[tensor].shape[:-1], -1, 3, 4)  # a view: all parts, heads, entries
+            heads[..., gone, :] = 0
+    model, report, error = compact(graph, values, tmp_path, costs)
+    assert error <= 1e-5
+    left = 12 - 4 * len(gone)
+    assert weights(model, "MatMul") == [*[(6, left)] * 3, (left, 8)]
+    assert not report.stopped
+
+
 def test_heads_that_share_an_axis_with_the_batch_are_right_for_every_sample(tmp_path: Path) -> None:
     """Queries live in head 0 alone, keys in both: sixteen samples must not get the scores of the first."""
     values = masked(MERGED_HEADS, "act", 1.0, 7)

@@ -135,9 +135,10 @@ def aligned(ids: Ids, shape: Shape, lengths: list[int]) -> bool:
 def slots(w: Writer, node: NodeProto) -> dict[int, Ids]:
     """For the axes of a reshape's input that it splits: their entries in an order that the split fits, -2 for zeros.
 
-    The entries of one axis of the output are cut. At level 0 that is the last one, and the others may each keep
-    different entries of it (each head of an attention its own), as many as the one with the most keeps. At level 1 it
-    is any, and all keep the same entries. At level 2 nothing is cut.
+    The entries of one axis of the output are cut, the axis of which that leaves the fewest elements. At level 0 the
+    others may each keep different entries of the last one (each head of an attention its own), as many as the one with
+    the most keeps; of another axis, as of the heads themselves, all keep the same. At level 1 they do of any. At level
+    2 nothing is cut.
     """
     name, out = node.input[0], node.output[0]
     before, after = w.study.shape(name), w.study.shape(out)
@@ -152,14 +153,15 @@ def slots(w: Writer, node: NodeProto) -> dict[int, Ids]:
         others = tuple(a for a in range(len(after)) if a not in made)
         mask = some(live, others) if others else live
         axes = [axis for axis in range(mask.ndim) if mask.shape[axis] > 1]
-        found[big[0]] = min((_slots(mask, axis, level) for axis in (axes if level else axes[-1:])), key=len)
+        tried = axes if level else axes[::-1]
+        found[big[0]] = min((_slots(mask, axis, axis != axes[-1] or level > 0) for axis in tried), key=len)
     return found
 
 
-def _slots(mask: Bools, axis: int, level: int) -> Ids:
+def _slots(mask: Bools, axis: int, alike: bool) -> Ids:
     ids = np.moveaxis(np.arange(mask.size).reshape(mask.shape), axis, -1)
     mask = np.moveaxis(mask, axis, -1)
-    if level == 1:
+    if alike:
         mask = np.broadcast_to(mask.any(axis=tuple(range(mask.ndim - 1))), mask.shape)
     most = max(1, int(mask.sum(axis=-1).max()))
     order = np.argsort(~mask, axis=-1, kind="stable")[..., :most]
