@@ -242,6 +242,18 @@ def test_a_seed_for_a_layer_that_no_rule_draws_is_refused_with_how_to_go_on(tmp_
         )
 
 
+def test_a_row_of_padding_stays_zero_and_so_is_not_drawn(tmp_path: Path) -> None:
+    """No gradient reaches that row: drawn numbers would stay in every padded sample."""
+    module = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten(), nn.Linear(20, 3))
+    example, target = torch.zeros(2, 5, dtype=torch.int64), Classification(classes=3)
+    with pytest.raises(ModelError, match=r"no rule draws \['0\.weight'\] from a seed; leave `seed` out"):
+        export_bundle(module, example, tmp_path / "b", name="b", target=target, seed=1, torch_part=False)
+    bundle = export_bundle(module, example, tmp_path / "b", name="b", target=target, torch_part=False)
+    table = views(bundle.manifest.parameters, bundle.model().parameters)["0.weight"]
+    assert not table[0].any()
+    assert table[1:].all()
+
+
 def test_class_names_and_the_normalisation_of_raw_samples_are_written_down_if_they_fit(tmp_path: Path) -> None:
     def exported(names: list[str], means: list[float]) -> Bundle:
         return export_bundle(

@@ -203,8 +203,8 @@ def _rule(part: nn.Module, name: str, value: Tensor, init: InitScheme) -> Init |
         if init == "sign" and name.startswith("weight"):
             return Init(kind="sign", scale=bound / 3**0.5)
         return Init(kind="uniform", scale=bound)
-    if isinstance(part, nn.Embedding):
-        return Init(kind="uniform", scale=3**0.5)
+    if isinstance(part, nn.Embedding):  # a row of padding is zero, unlike the others, and no step trains it
+        return Init(kind="uniform", scale=3**0.5) if part.padding_idx is None else None
     projection = isinstance(part, nn.MultiheadAttention) and name.startswith(_PROJECTIONS)
     if projection or (isinstance(part, _MASKABLE) and _weighted(part)):
         weight = dict(part.named_parameters(recurse=False)).get("weight", value)
