@@ -16,6 +16,7 @@ from edge_bench.own_model import ExportConfig
 from edge_bench.simulation.file import open_simulation
 from edge_bench.simulation.simulate import RoundRow
 from edge_bench.simulation.tune import Plan, Trial, best, federation_toml, open_plan, read_size, search, tune
+from edge_bench.simulation.workers import WorkerEndedError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,6 +170,20 @@ def test_the_same_seed_gives_the_same_trials_however_often_the_search_is_interru
     assert search("fedavg", plan(file, 7), storage(tmp_path / "parts")) == whole
     other = Plan(**{**vars(plan(file, 2)), "seed": 1})
     assert search("fedavg", other, storage(tmp_path / "other"))[1].settings != whole[1].settings
+
+
+def test_a_worker_that_ends_says_nothing_of_the_settings_and_its_trial_is_made_again(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*given: Any, **named: Any) -> Any:
+        raise WorkerEndedError("a worker process ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("edge_bench.simulation.tune.run_all", killed)
+        with pytest.raises(WorkerEndedError):
+            search("fedavg", plan(file, 1), storage(tmp_path / "t"))
+    (trial,) = search("fedavg", plan(file, 1), storage(tmp_path / "t"))
+    assert (trial.number, trial.settings, trial.state) == (0, {}, "ended")
 
 
 def test_a_larger_number_of_trials_adds_to_those_that_are_stored(file: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from edge_bench.progress import PAUSE, Steps
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import SimulationConfig, prepare, read_simulation
 from edge_bench.simulation.simulate import RoundRow
+from edge_bench.simulation.workers import WorkerEndedError
 from edge_client import toml
 from edge_client.authored import described, is_place
 from edge_client.bundle import Bundle
@@ -143,7 +144,7 @@ def _tried(
     plan: Plan,
     progress: Callable[[Trial, RoundRow | None], None],
 ) -> Trial:
-    """Run one trial and store how it ended."""
+    """Run one trial and store how it ended. Raises WorkerEndedError."""
     rounds = 0
 
     def watch(_: str, row: RoundRow) -> None:
@@ -162,6 +163,8 @@ def _tried(
         (result,) = run_all(config, plan.bundle, plan.devices, watch, models=False).values()
     except _GivenUp:
         ended = Trial(new.number, new.settings, "given up", None, None, rounds, "below the median of earlier trials")
+    except WorkerEndedError:
+        raise  # the trial is made again
     except MaskfleetError as error:
         ended = Trial(new.number, new.settings, "failed", None, None, rounds, str(error))
     else:

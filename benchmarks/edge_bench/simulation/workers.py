@@ -45,6 +45,10 @@ READS = 4  # decoded downlinks that a process keeps; each has arrays of the mode
 CHUNKS = 5  # least parts of a round for each process, where there are as many devices: no process is long idle
 
 
+class WorkerEndedError(MaskfleetError):
+    """A worker process was killed or ran out of memory, whatever the method and its settings are."""
+
+
 @dataclass(frozen=True)
 class Site:
     """What every worker holds of a federation. `open_trainer` is called once in each process."""
@@ -262,7 +266,7 @@ class Workers:
             for future in futures:
                 yield from future.result()
         except BrokenProcessPool:
-            raise MaskfleetError(
+            raise WorkerEndedError(
                 "a worker process ended (killed, or out of memory); run again with fewer `processes`"
             ) from None
 
