@@ -376,9 +376,14 @@ def test_a_damaged_result_of_another_reproduction_is_left_alone(monkeypatch: pyt
 
 def test_a_setting_of_the_command_stands_before_that_of_a_task() -> None:
     """The task `digits` has `epochs = 1` for `fast`."""
-    (cell,) = cells(changed(reproduction.read("tiny"), ["fast.epochs=7"]), (0,), ["fast"])
+    (cell,) = cells(changed(reproduction.read("tiny"), ["fast.epochs=7"], ["fast"]), (0,), ["fast"])
     assert cell.config.methods["fast"] == {"name": "fedavg", "lr": 0.05, "epochs": 7}
     assert reproduction.read("tiny").tasks["digits"].methods["fast"] == {"epochs": 1}
+
+
+def test_a_setting_of_a_method_that_does_not_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--set 'fedavg\.lr=1': .*; the methods are \['fast'\]"):
+        reproduce("tiny", only="fast", validation=True, changes=["fedavg.lr=1"])
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(

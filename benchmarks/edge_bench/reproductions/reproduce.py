@@ -240,7 +240,7 @@ def reproduce(
     there = known_names(tasks, "--task", r.tasks, f"{name} has no task")
     folder = out or (RESULTS if RESULTS.is_dir() else Path("results")) / (f"{name}-full" if full else name)
     chosen = tuple(range(seeds)) if seeds else r.seeds
-    used = reproduction.changed(r, changes or ())
+    used = reproduction.changed(r, changes or (), labels)
     cells = reproduction.cells(used, chosen, labels, "validation" if validation else "test")
     wanted = [cell for cell in cells if cell.task in there]
     _refuse_another(folder, name, full)

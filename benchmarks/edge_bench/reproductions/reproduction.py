@@ -132,15 +132,18 @@ def parse(text: str, name: str, full: bool = False) -> Reproduction:
     return parsed
 
 
-def changed(r: Reproduction, settings: Iterable[str]) -> Reproduction:
-    """The reproduction with `METHOD.SETTING=VALUE` settings in every task, values as in TOML. Raises ConfigError."""
+def changed(r: Reproduction, settings: Iterable[str], labels: Collection[str]) -> Reproduction:
+    """The reproduction with `METHOD.SETTING=VALUE` settings in every task, values as in TOML.
+
+    `labels` are the methods that run. Raises ConfigError for a setting of another.
+    """
     tables = {label: dict(table) for label, table in r.methods.items()}
     own = {name: {label: dict(table) for label, table in task.methods.items()} for name, task in r.tasks.items()}
     for setting in settings:
         where, equals, value = setting.partition("=")
         label, dot, field = where.partition(".")
-        if not (equals and dot) or label not in tables:
-            raise ConfigError(f"--set {setting!r}: write METHOD.SETTING=VALUE; the methods are {sorted(tables)}")
+        if not (equals and dot) or label not in labels:
+            raise ConfigError(f"--set {setting!r}: write METHOD.SETTING=VALUE; the methods are {sorted(labels)}")
         try:
             tables[label][field] = toml.loads(f"v = {value}")["v"]
         except toml.TOMLDecodeError:  # a word without quotes
