@@ -150,7 +150,7 @@ def test_a_device_that_lost_its_model_says_so_and_recovers() -> None:
 
 
 def test_a_device_that_holds_another_model_recovers_with_the_updates_since_the_bundle() -> None:
-    """A kept model is damaged, or of rounds that a coordinator restored from a backup does not know."""
+    """One of rounds that a coordinator does not know, since it was restored from a backup."""
     fleet = Rounds(STC(epochs=1, keep=0.2))
     for _ in range(2):
         fleet.play("a", "b")
