@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,24 @@ def test_a_score_below_a_base_is_said_without_advice_where_there_is_none() -> No
         "m ends at 0.250, below x (0.500); what most often helps: lr, then rounds"
     )
     assert below("m", 0.25, 0.5, "x", []) == "m ends at 0.250, below x (0.500)"
+
+
+OF_LAYERS = ("bnn", "coupled", "deltamask", "federated_pruning", "fedmask", "fedpm", "hermes", "hidenseek", "lgfedavg",
+             "linear_probing", "signed")  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, None])
+@pytest.mark.parametrize("name", sorted(e.name for e in entry_points(group="maskfleet.methods")))
+def test_a_bundle_without_layers_is_refused_in_a_sentence_or_trained(name: str, seed: int | None) -> None:
+    bare, method = M.model_copy(update={"layers": (), "seed": seed}), make_method({"name": name})
+    if name in OF_LAYERS:
+        with pytest.raises(ConfigError, match=r"no (trained )?layer|has no other|the model has 0|no channel groups"):
+            Rounds(method, bare)
+        return
+    there = Rounds(method, bare)
+    for devices in ("a", "ab", "b"):
+        there.play(*devices)
+    assert np.isfinite(there.personal("a").parameters).all()
 
 
 @dataclass

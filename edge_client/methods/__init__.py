@@ -263,8 +263,9 @@ def pretrained(model: Model) -> bool:
 
 def trained_head(model: Model) -> bool:
     """Whether the last layer's weights are worth keeping: those of a pre-trained bundle, unless they are all 0."""
-    last = model.manifest.layers[-1].weights
-    return pretrained(model) and any(model.parameters[model.manifest.tensors[n].span].any() for n in last)
+    m = model.manifest
+    last = [m.tensors[name].span for layer in m.layers[-1:] for name in layer.weights]
+    return pretrained(model) and any(model.parameters[span].any() for span in last)
 
 
 def bits_digest(packed: NDArray[np.uint8]) -> str:

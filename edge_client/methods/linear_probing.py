@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
+from edge_client.errors import ConfigError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.shared.averaging import Mean, distance, toward
 from edge_client.methods.shared.local_sgd import descend_on
@@ -71,6 +72,8 @@ class LinearProbing(Coded):
     # --- server half
 
     def start(self, course: Course) -> State:
+        if not course.model.manifest.layers:
+            raise ConfigError(f"bundle {course.model.manifest.name!r} has no layer to probe; choose another method")
         return State(head(course.model.manifest).gather(course.model.parameters))
 
     def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
