@@ -110,6 +110,15 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
         make_method({"name": "fedmask", "state": "client", "down": "count"})
 
 
+@pytest.mark.parametrize("codec", ["auto", "bits", "rice", "entropy"])
+def test_an_update_in_which_half_of_the_bits_change_is_within_the_limit(codec: str) -> None:
+    """As after a round from a random mask, or at a high rate."""
+    for n in (100, 1000, 3_000_000):
+        drawn, none = np.random.default_rng(0).random(n) < 0.5, np.zeros(n, np.bool_)
+        (sent,) = changes.encode(codec, drawn, none).arrays.values()
+        assert sent.nbytes <= changes.limit(n)
+
+
 def test_a_codec_that_adds_false_positives_is_refused() -> None:
     with pytest.raises(ConfigError, match="false positives"):
         make_method({"name": "fedmask", "codec": "fuse8"})

@@ -19,12 +19,12 @@ from edge_client.errors import LostError
 from edge_client.methods import SetCodecName, bits_digest
 from edge_client.protocol.payload import Payload, coded, decoding, u8
 
-CODEC_HEAD = 64  # bytes that an exact codec may need beside one bit an element
+CODEC_HEAD = 64  # bytes that an exact codec may need beside its bits
 
 
 def limit(n: int) -> int:
-    """The most bytes that the changes of n bits take."""
-    return bitset.size(n) + CODEC_HEAD
+    """The most bytes that the changes of n bits take: where half of them change, codecs take up to 1 % over a bit."""
+    return bitset.size(n) + n // 800 + CODEC_HEAD
 
 
 def _exact(name: str) -> str:
