@@ -17,6 +17,7 @@ from rounds import Rounds
 
 from edge_client.bundle import F32, Init, Tensor, views
 from edge_client.errors import ConfigError, LostError, PayloadError
+from edge_client.global_model import global_model
 from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
 from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
 from edge_client.methods.shared.units import Units, whole
@@ -226,6 +227,24 @@ def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device() -> N
         assert set(local.update.arrays) == {"parameters"}
     got = method.receive(t.assignment, kept, method.downlink(course(m), 3, state, None))
     assert method.personal(t, kept, got).buffers.tolist() == [12.5] * 2
+
+
+def test_a_device_whose_last_units_did_not_count_ends_with_them_and_the_server_does_not_name_a_model_its() -> None:
+    there = Rounds(Hermes(threshold=-1), M, 3, data={d: clusters(M, i) for i, d in enumerate("ab")})
+    there.play("a", "b")
+    there.down["a"] = there.ask("a")
+    there.train("a", 0)
+    there.close({})  # the guard leaves the update out
+    with pytest.raises(LostError):
+        there.personal("a")
+    there.lose("a")
+    everyone = global_model(there.method, there.course, there.state, there.round)
+    own = there.personal("a")
+    assert not np.array_equal(own.parameters, everyone.parameters)
+    assert there.method.of_device(there.course, there.state, there.records.get("a"), everyone) is None
+    held = there.method.of_device(there.course, there.state, there.records["b"], everyone)
+    assert held is not None
+    assert np.array_equal(held.parameters, there.personal("b").parameters)
 
 
 def test_units_travel_only_when_they_changed() -> None:
