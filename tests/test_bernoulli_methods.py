@@ -12,6 +12,7 @@ from edge_kernels import bits, counter
 from edge_kernels.folding import Tally
 from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
 from numpy_mlp import NumpyMlp, assignment, course, mlp, model, secret, task
+from pydantic import ValidationError
 from rounds import stored
 
 from edge_client.bundle import Init, Tensor
@@ -61,6 +62,21 @@ def test_theta_by_hand() -> None:
     # A prior of Beta(3, 3) is two ones and two zeros more under the mode, three of each under the mean.
     assert FedPM(prior=3.0).theta(course(M), p).tolist() == [2 / 8, 5 / 8, 6 / 8]
     assert FedPM(prior=3.0, posterior="mean").theta(course(M), p).tolist() == [3 / 10, 6 / 10, 7 / 10]
+
+
+@pytest.mark.parametrize("kind", [FedPM, DeltaMask, Coupled])
+@pytest.mark.parametrize("seed", [1, None])
+def test_a_first_theta_too_near_to_0_or_1_for_float32_is_refused_and_others_travel(
+    kind: type[BernoulliMasks], seed: int | None
+) -> None:
+    for theta0 in (0.0, 1e-40, 1e-30, 1 - 1e-9, 1.0):
+        with pytest.raises(ValidationError):
+            kind(theta0=theta0)
+    for theta0 in (1e-6, 1 - 1e-6):
+        fleet = Fleet(kind(theta0=theta0, head="mask"), M.model_copy(update={"seed": seed}))
+        for _ in range(2):
+            fleet.play("a", "b")
+        assert np.isfinite(fleet.personal("a").parameters).all()
 
 
 def logit(p: np.ndarray) -> np.ndarray:

@@ -25,6 +25,8 @@ from edge_client.methods.shared.theta import F64
 from edge_client.parts import Part, head, tensors, trained_layers
 from edge_client.task import Assignment, Course, Personal
 
+LEAST = 1e-6  # of theta0 and of 1 - theta0: far less is 0 in float32, and weights over it are infinite
+
 
 class MaskedNetwork(Method):
     """The settings that choose what is masked and what the global model is, and the models that follow."""
@@ -38,7 +40,7 @@ class MaskedNetwork(Method):
     """`auto` keeps the head of a pre-trained bundle and probes any other; a head of zeros counts as new."""
     probe_rounds: Annotated[int, Field(ge=1, le=1000)] = 1
     """Rounds of federated averaging of the head before the first masks."""
-    theta0: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    theta0: Annotated[float, Field(ge=LEAST, le=1 - LEAST)] = 0.95
     """The first probability that a weight stays; 0.5 suits weights from a seed."""
     rescale: bool = True
     """Divide the masked weights of a pre-trained bundle by theta0."""
