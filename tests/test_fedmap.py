@@ -306,6 +306,20 @@ def test_statistics_are_averaged_or_stay_on_the_device() -> None:
         assert p.receive("c").buffers.tolist() == ([60 + 90.0] * 2 if how == "mean" else [90.0] * 2)
 
 
+@pytest.mark.parametrize(("rounds", "changed", "played"), [(4, 8, 4), (8, 12, 2), (8, 5, 3)])
+@pytest.mark.parametrize("schedule", ["step", "continuous"])
+def test_devices_stay_in_step_when_the_operator_changes_the_number_of_rounds(
+    schedule: Any, rounds: int, changed: int, played: int
+) -> None:
+    p = play(small(every=2, schedule=schedule), rounds=rounds).run(played)
+    p.course = replace(p.course, rounds=changed)
+    for _ in range(changed - played):
+        p.run(1)
+        assert p.took_part == list(DEVICES)
+        assert p.receive("a").theta.tobytes() == p.state.theta.tobytes()
+    assert set(p.ask("a").arrays) == {"change"}
+
+
 @pytest.mark.parametrize("schedule", ["step", "continuous"])
 def test_a_run_too_short_for_the_first_pruning_is_cautioned_against(schedule: Any) -> None:
     method, prunable_ = FedMap(every=4, schedule=schedule), prunable(M).size

@@ -12,7 +12,8 @@ Learning", 2024. Algorithm 2, round t on a device:
   64-bit `fingerprint` of M_t and theta_t travels; a device whose own differs raises LostError and receives everything.
 - Values are dropped by the mask, never by being zero: kept weights whose change is exactly zero are common.
 - Down: nothing in round 1 (the bundle is theta_1). To a device that took part in the round before: `change`. To any
-  other: `values` of theta_t at M_t, and ``mask.entropy``, M_t in codec `entropy` with the layer as context.
+  other, and to all when a new number of rounds changed the schedule after M_t was made: `values` of theta_t at M_t, and
+  ``mask.entropy``, M_t in codec `entropy` with the layer as context.
 - Only weights of maskable layers are pruned. Biases, batch-norm scale and shift and other trained tensors are dense.
   Statistics travel as `buffers`, or stay on the device. A change is new less old, and the server adds the mean
   (equation 2 of the paper has the opposite sign, Algorithm 2 subtracts old less new).
@@ -252,9 +253,17 @@ class FedMap(Coded):
         if audience == "first":
             return Payload({}, meta)
         arrays: Arrays = {"buffers": state.buffers} if self.sent_buffers(manifest) else {}
-        if audience == "in step":
+        if audience == "in step" and self.follows(course, round_, state.change.size - sent.size, mask):
             return Payload({"change": state.change, **arrays}, meta)
         return Payload({"values": sent, MASK: encoded_mask(manifest, mask), **arrays}, meta)
+
+    def follows(self, course: Course, round_: int, pruned: int, mask: Bits) -> bool:
+        """Whether devices derive this mask, which `pruned` weights left last.
+
+        They do not when the operator has changed the number of rounds, and with it the schedule, since it was made.
+        """
+        live = int(np.count_nonzero(mask))
+        return live == min(live + pruned, self.remaining(course, round_, mask.size))
 
     def exchanged(self, model: Model) -> int:
         """All parameters: bits per parameter then fall with the weights that remain."""
