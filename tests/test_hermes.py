@@ -18,6 +18,7 @@ from rounds import Rounds
 from edge_client.bundle import F32, Init, Tensor, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.global_model import global_model
+from edge_client.methods import make_method
 from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
 from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
 from edge_client.methods.shared.units import Units, whole
@@ -245,6 +246,13 @@ def test_a_device_whose_last_units_did_not_count_ends_with_them_and_the_server_d
     held = there.method.of_device(there.course, there.state, there.records["b"], everyone)
     assert held is not None
     assert np.array_equal(held.parameters, there.personal("b").parameters)
+
+
+@pytest.mark.parametrize("threshold", [float("nan"), float("inf"), -float("inf")])
+def test_a_threshold_that_no_score_can_be_compared_with_is_refused(threshold: float) -> None:
+    """No score is at or below NaN: every device would prune in every round."""
+    with pytest.raises(ConfigError, match="threshold"):
+        make_method({"name": "hermes", "threshold": threshold})
 
 
 def test_units_travel_only_when_they_changed() -> None:

@@ -26,7 +26,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from edge_kernels.pruning import add_lasso_slope
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from edge_client.bundle import F32, Model, Packed, views
 from edge_client.errors import LostError, PayloadError
@@ -109,7 +109,7 @@ class Hermes(Coded):
     """The share of live parameters at which a device stops to prune (the paper's r_target)."""
     rate: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The share of the live parameters that one step removes (r_p)."""
-    threshold: float = 0.5
+    threshold: FiniteFloat = 0.5
     """A device prunes when its validation score is above this (acc_threshold). Without samples the score is 0."""
     lasso: Annotated[float, Field(ge=0, le=1000)] = 1e-4
     """Strength of the group lasso (lambda)."""
