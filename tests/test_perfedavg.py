@@ -87,6 +87,13 @@ def test_hessian_free_is_first_order_plus_the_curvature_term() -> None:
     )
 
 
+@pytest.mark.parametrize("delta", [1e-9, 1e-50])
+def test_a_finite_difference_that_float32_cannot_hold_is_refused(delta: float) -> None:
+    """Both weights would be the same number, so that `hf` would be `fo`; a step of 0 would give 0 / 0."""
+    with pytest.raises(ConfigError, match="delta"):
+        make_method({"name": "perfedavg", "variant": "hf", "delta": delta})
+
+
 def test_on_a_network_each_step_uses_its_own_batches_in_the_order_of_the_three_streams() -> None:
     w = course(MLP).model.parameters.astype(np.float64)
     t, engine, delta = task(NumpyMlp(MLP)), NumpyMlp(MLP), 0.01

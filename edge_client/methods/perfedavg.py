@@ -40,7 +40,7 @@ class PerFedAvg(FedAvg):
     """`fo` drops the Hessian; `hf` takes it from two further gradients."""
     alpha: Annotated[float, Field(gt=0, le=1000)] | None = None
     """The inner rate, also that of the personal steps; None: that of the local epochs, the paper's beta."""
-    delta: Annotated[float, Field(gt=0, le=1)] = 1e-3
+    delta: Annotated[float, Field(ge=1e-6, le=1)] = 1e-3
     """HF: the finite difference's step. Much smaller ones drown in the rounding of float32."""
     personal_epochs: Annotated[int, Field(ge=0, le=1000)] = 0
     """Epochs that make the personal model; 0: one step on one batch."""
