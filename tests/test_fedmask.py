@@ -18,6 +18,7 @@ from sign_fleet import Fixed, fixed_task
 from edge_client.bundle import Init, Input, Layer, Manifest, Model, Tensor
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
 from edge_client.flat import to_arrays
+from edge_client.global_model import global_model
 from edge_client.methods import bits_digest, make_method
 from edge_client.methods.fedmask.method import Choice, FedMask
 from edge_client.methods.fedmask.wire import Held, Kept
@@ -108,6 +109,13 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
             make_method({"name": "fedmask", name: value})
     with pytest.raises(ConfigError, match="keeps one bit"):
         make_method({"name": "fedmask", "state": "client", "down": "count"})
+
+
+def test_where_every_device_has_averages_of_its_own_there_is_no_global_model() -> None:
+    there = Rounds(FedMask(state="client", head="masked", epochs=1), M)
+    there.play("a", "b")
+    with pytest.raises(ConfigError, match="no global model: every device has averages of its own"):
+        global_model(there.method, there.course, there.state, 1)
 
 
 @pytest.mark.parametrize("codec", ["auto", "bits", "rice", "entropy"])

@@ -193,6 +193,8 @@ class FedMask(Method):
     # --- server half
 
     def stays(self, course: Course) -> str | None:
+        if self.state == "client":
+            return 'every device has averages of its own (state = "client")'
         head = self.chosen(course.model).head
         return 'the last layer stays on the devices (head = "local")' if head == "local" else None
 
