@@ -13,7 +13,7 @@ from onnx.helper import make_node
 from onnx.numpy_helper import from_array
 
 torch = pytest.importorskip("torch")
-from edge_bench.timing.export_cases import rows  # noqa: E402
+from edge_bench.exporting.cases import rows  # noqa: E402
 from edge_export import draws, onnx_operators, proof, rounding  # noqa: E402
 from edge_export.rounding import Rounding  # noqa: E402
 from edge_export.witness import Step  # noqa: E402

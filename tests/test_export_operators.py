@@ -19,8 +19,8 @@ from edge_client.graphs import check_graph
 from edge_client.training import open_trainer
 
 torch = pytest.importorskip("torch")
-from edge_bench.timing.export_cases import CASES, Branches, Buffered, Case, Held, Sequences, Unused  # noqa: E402
-from edge_bench.timing.export_operators import certify  # noqa: E402
+from edge_bench.exporting.cases import CASES, Branches, Buffered, Case, Held, Sequences, Unused  # noqa: E402
+from edge_bench.exporting.operators import certify  # noqa: E402
 from edge_export import export_bundle, programs  # noqa: E402
 from edge_export.dropout import PRIME, kept  # noqa: E402
 from edge_export.proof import prove  # noqa: E402
@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from edge_client.targets import Classification  # noqa: E402
 
 CLASSIFICATION = {"kind": "classification"}
-SLOW = {  # `python -m edge_bench.timing.export_operators` has them all
+SLOW = {  # `python -m edge_bench.exporting.operators` has them all
     "adaptive max-pool of equal windows", "attention function", "average pool", "average pool 1d, ceil",
     "average pool 3d", "batch-norm 1d", "batch-norm without factors", "bicubic upsampling", "bilinear with corners",
     "causal attention", "celu", "channel shuffle", "conv3d", "convolution with padding same",

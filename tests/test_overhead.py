@@ -55,8 +55,8 @@ def writers() -> list[str]:
 
 
 def test_the_benchmarks_that_write_a_file_are_found() -> None:
-    known = {"overhead.dashboard", "overhead.light_devices", "overhead.round_overhead", "simulation.repeat",
-             "timing.codecs", "timing.executorch_step", "timing.export_operators", "timing.lattice_speed",
+    known = {"overhead.dashboard", "overhead.light_devices", "overhead.round_overhead", "reproductions.repeat",
+             "timing.codecs", "timing.executorch_step", "exporting.operators", "timing.lattice_speed",
              "timing.speed", "timing.step_time"}  # fmt: skip
     assert {f"edge_bench.{name}" for name in known} <= set(writers())
 

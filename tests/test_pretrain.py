@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 from edge_bench.data.sources import find
-from edge_bench.simulation.repeat import summary
+from edge_bench.reproductions.repeat import summary
 
 from edge_client.errors import DataError
 

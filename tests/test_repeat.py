@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from edge_bench.simulation import repeat
+from edge_bench.reproductions import repeat
 
 from edge_client.errors import ConfigError
 from edge_client.methods.standalone import Standalone

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from edge_bench.compaction import trained_models
+from edge_bench.compaction.trained_models import CONFIG, row
 from edge_bench.reproductions.reproduction import Cell, cells, parse
-from edge_bench.timing import trained_models
-from edge_bench.timing.trained_models import CONFIG, row
 from onnx import numpy_helper
 
 from edge_client.bundle import Bundle

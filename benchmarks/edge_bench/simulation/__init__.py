@@ -1,1 +1,1 @@
-"""Federations in one process or several, without HTTP: runs, repeats, searches."""
+"""Federations in one process or several, without HTTP: runs, searches."""

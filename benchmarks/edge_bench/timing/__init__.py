@@ -1,1 +1,1 @@
-"""Speed of steps, codecs, simulation and exported models."""
+"""Speed of steps, codecs and simulation."""

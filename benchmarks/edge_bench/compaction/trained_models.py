@@ -1,4 +1,4 @@
-"""Trained personal models before and after compaction: ``python -m edge_bench.timing.trained_models --json FILE``.
+"""Trained personal models before and after compaction: ``python -m edge_bench.compaction.trained_models --json FILE``.
 
 Every method trains a few rounds on real data in the simulator (`trained_models.toml` has tasks and settings). Each
 device's personal model is compacted as a device does it. A sample counts as differing when the predicted class of the

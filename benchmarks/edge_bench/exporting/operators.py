@@ -1,6 +1,6 @@
-"""Every operator that export supports: ``python -m edge_bench.timing.export_operators --json FILE`` (needs torch).
+"""Every operator that export supports: ``python -m edge_bench.exporting.operators --json FILE`` (needs torch).
 
-Each case of `export_cases` and each model of `MODELS` is exported; the export itself runs both graphs against the
+Each case of `cases` and each model of `MODELS` is exported; the export itself runs both graphs against the
 module in float64 on batches of 16, 5 and 1. A row has the seconds of the process's CPU time and the largest errors of
 a gradient, of a loss or statistic, and of an output. An error is the largest difference over the tensor's largest
 entry. A row that failed has the sentence instead.
@@ -24,7 +24,7 @@ from torch import nn
 
 from edge_bench import models, provenance
 from edge_bench.command_line import check_writable, run_module, write_json
-from edge_bench.timing.export_cases import CASES, Case, Sequences
+from edge_bench.exporting.cases import CASES, Case, Sequences
 from edge_client.errors import ConfigError, ModelError
 from edge_client.graphs import check_file
 

@@ -1,4 +1,4 @@
-"""Small modules, one for each operator or habit that export supports: what `export_operators` and the tests run.
+"""Small modules, one for each operator or habit that export supports: what `operators` and the tests run.
 
 A case is a module, one sample's shape and the dtype of its values. Every module ends in three logits.
 """

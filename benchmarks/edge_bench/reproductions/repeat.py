@@ -1,6 +1,6 @@
 """A simulation for several seeds, one run after another into one JSON file. A second start continues the first.
 
-    python -m edge_bench.simulation.repeat benchmarks/configs/masks_mnist.toml --seeds 0,1,2 --out results.json
+    python -m edge_bench.reproductions.repeat benchmarks/configs/masks_mnist.toml --seeds 0,1,2 --out results.json
 
 The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), the settings, the
 command, the commit and the machine. A method with other settings or another revision now is run again; with other
