@@ -98,7 +98,11 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
     with fleet(tmp_path, bundle, devices) as running:
         for label in ("fedmask", "counted", "coupled", "lattice"):
             keys = {device: counter.key(5, "secret", device) for device in devices}
-            real = running.run(label, {"name": label, **METHODS[label]}, rounds=3, cohort=2, seed=5, secrets_of=keys)
+            asked = FederationConfig(
+                name=label, bundle=running.bundle, method={"name": label, **METHODS[label]}, rounds=3, cohort=2, seed=5,
+                guard="clip",
+            )  # fmt: skip
+            real = running.run(asked, secrets_of=keys)
             assert digest(real.state) == results[label].state_sha256
             assert real.scores() == results[label].final
             carried = sum(d.bytes_up + d.bytes_down for d in real.devices) / len(devices)

@@ -38,6 +38,7 @@ from edge_kernels import counter
 from numpy.typing import NDArray
 
 from edge_client.data import DeviceData
+from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.payload import decode
 
 HERE = Path(__file__).resolve().parent
@@ -139,11 +140,15 @@ def federation(running: Fleet, emulated: Emulated, method: str, device: str) -> 
         file = running.folder / f"{method}-{side}.json"
         started = time.monotonic()
         ended[side] = running.run(
-            f"{method}-{side}",
-            table,
-            ROUNDS,
-            len(running.devices),
-            SEED,
+            FederationConfig(
+                name=f"{method}-{side}",
+                bundle=running.bundle,
+                method=table,
+                rounds=ROUNDS,
+                cohort=len(running.devices),
+                seed=SEED,
+                guard="clip",
+            ),
             secrets_of=secrets,
             python_of={device: [*python, str(file)]},
         )

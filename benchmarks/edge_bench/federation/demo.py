@@ -35,7 +35,7 @@ from edge_client.compaction.personal import write_dense
 from edge_client.errors import ConfigError, DataError
 from edge_client.measure.latency import latency
 from edge_client.methods import make_method
-from edge_client.protocol.messages import Round
+from edge_client.protocol.messages import FederationConfig, Round
 from edge_client.task import Personal
 from edge_client.training import open_trainer
 
@@ -154,7 +154,11 @@ def demo(
                         outcome = report.outcome(done[-1]) if done else "devices are joining"
                         console.print(f"{name:12s} round {len(done):3d}/{rounds}  {outcome}")
 
-                    ended = running.run(name, tables[name], rounds, len(parts), seed, watch)
+                    asked = FederationConfig(
+                        name=name, bundle=running.bundle, method=tables[name], rounds=rounds, cohort=len(parts),
+                        seed=seed, guard="clip",
+                    )  # fmt: skip
+                    ended = running.run(asked, watch)
                     records[name] = report.federation(ended, start)
                     if not compact:
                         compact = compaction(bundle, ended, next(iter(parts.values())).x[:1], folder)

@@ -12,14 +12,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from coord_server import aggregation
 from edge_bench.data.datasets import write
 from edge_bench.federation.processes import Process, ProcessError, Start, children, coordinator
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
-from edge_client.protocol.messages import FederationConfig, Guard, Personalise, Report, Round, Scores
+from edge_client.protocol.messages import FederationConfig, Report, Round, Scores
 from edge_client.protocol.operator import Device, TokenRequest
 
 GOODBYE = 180.0  # seconds the devices may take, after the last round, to write and measure their models
@@ -57,37 +56,18 @@ class Fleet:
 
     def run(
         self,
-        name: str,
-        method: Mapping[str, Any],
-        rounds: int,
-        cohort: int,
-        seed: int,
+        config: FederationConfig,
         progress: Callable[[list[Round]], None] = lambda closed: None,
-        backend: str | None = None,
-        guard: Guard = "clip",
-        personalise: Personalise = "best",
         secrets_of: Mapping[str, int] | None = None,
         python_of: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> Ended:
-        """One federation, from enrolment to every device's personal model. Raises ProcessError.
+        """One federation of all devices, from enrolment to every device's personal model. Raises ProcessError.
 
         `secrets_of` gives each device its secret, so that a run can be repeated; None lets each device draw its own.
         `python_of` gives a device the command of another Python than this process's.
         """
-        config = FederationConfig(
-            name=name,
-            bundle=self.bundle,
-            method=dict(method),
-            rounds=rounds,
-            cohort=cohort,
-            min_devices=len(self.files),
-            seed=seed,
-            deadline_seconds=600,
-            backend=backend,
-            guard=guard,
-            personalise=personalise,
-        )
-        id_ = self.operator.create(config).id
+        config = config.model_copy(update={"min_devices": len(self.files), "deadline_seconds": 600.0})
+        name, id_ = config.name, self.operator.create(config).id
         token = self.operator.token(id_, TokenRequest(uses=len(self.files))).token
         joined, models = [], {}
         for device, file in self.files.items():

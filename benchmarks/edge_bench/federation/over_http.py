@@ -88,14 +88,7 @@ def compare(config: SimulationConfig, label: str, bundle: Bundle, running: Fleet
     """Run the method `label` for real and set the simulation's result beside it; one record, ready for JSON."""
     started = time.monotonic()
     ended = running.run(
-        label,
-        {"name": label, **config.methods[label]},
-        config.rounds,
-        config.cohort,
-        config.seed,
-        backend=config.backend,
-        guard=config.guard,
-        personalise=config.personalise,
+        config.federation(label, len(running.devices), running.bundle).model_copy(update={"name": label}),
         secrets_of={device: counter.key(config.seed, "secret", device) for device in running.devices},
     )
     seconds = time.monotonic() - started

@@ -16,7 +16,7 @@ from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import Method
-from edge_client.protocol.messages import FederationConfig, Scores
+from edge_client.protocol.messages import Scores
 from edge_client.task import Assignment, Course, Task
 from edge_client.training import Trainer, open_trainer
 
@@ -47,18 +47,7 @@ def run_all(
     address = bundle.sha256
     results = {}
     for label, method in methods.items():
-        federation = FederationConfig(
-            name="simulation",
-            bundle=address,
-            method={"name": method.name, **method.model_dump(mode="json")},
-            rounds=config.rounds,
-            cohort=config.cohort,
-            min_devices=len(devices),
-            seed=config.seed,
-            backend=config.backend,
-            guard=config.guard,
-            personalise=config.personalise,
-        )
+        federation = config.federation(label, len(devices), address)
         shown, often = partial(progress, label), config.evaluate_every
         try:
             results[label] = run(

@@ -22,7 +22,7 @@ from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, first_fault
 from edge_client.methods import Method, make_method
 from edge_client.named_bundles import bundle_folder, packaged
-from edge_client.protocol.messages import Guard, Personalise
+from edge_client.protocol.messages import FederationConfig, Guard, Personalise
 
 
 class SimulationConfig(BaseModel):
@@ -57,6 +57,21 @@ class SimulationConfig(BaseModel):
     def method(self, label: str) -> Method:
         """The method of the table `[methods.LABEL]`. Raises ConfigError."""
         return make_method({"name": label, **self.methods[label]})
+
+    def federation(self, label: str, devices: int, bundle: str) -> FederationConfig:
+        """The federation of `[methods.LABEL]` with so many devices; `bundle` is the address of the bundle."""
+        return FederationConfig(
+            name="simulation",  # a label need not be a federation's name
+            bundle=bundle,
+            method={"name": label, **self.methods[label]},
+            rounds=self.rounds,
+            cohort=self.cohort,
+            min_devices=devices,
+            seed=self.seed,
+            backend=self.backend,
+            guard=self.guard,
+            personalise=self.personalise,
+        )
 
 
 def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationConfig:

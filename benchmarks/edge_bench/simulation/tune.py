@@ -258,15 +258,14 @@ def tuned_toml(content: Mapping[str, Any], plan: Plan, found: Mapping[str, Trial
 
 def federation_toml(name: str, plan: Plan, label: str, trial: Trial) -> str:
     """The same method as a file for `maskfleet federation create`."""
-    config = plan.config
+    table = {**plan.config.methods[label], **trial.settings}
+    config = plan.config.model_copy(update={"methods": {label: table}})
     bundle = config.bundle if config.bundle in packaged() else str(plan.bundle.folder.resolve())
-    run = config.model_dump(mode="json", include={"guard", "personalise", "backend"}, exclude_defaults=True)
-    given: Mapping[str, Any] = {
-        "name": name, "bundle": bundle, "rounds": config.rounds, "cohort": config.cohort,
-        "min_devices": len(plan.devices), "seed": config.seed, **run,
-        "method": {"name": label, **config.methods[label], **trial.settings},
-    }  # fmt: skip
-    return _whence(plan) + toml_text.dumps(given)
+    # What the file leaves out is the federation's own default.
+    silent = {"backend", "guard", "personalise"} - config.model_dump(exclude_defaults=True).keys()
+    run = config.federation(label, len(plan.devices), plan.bundle.sha256)
+    given = run.model_dump(mode="json", exclude_unset=True, exclude=silent)
+    return _whence(plan) + toml_text.dumps({**given, "name": name, "bundle": bundle})
 
 
 def _whence(plan: Plan) -> str:
