@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from edge_bench.advice import warn, warnings
 from edge_bench.curves import Point, amount, curve, mean, shown, sketch
 from edge_bench.federation import demo, demo_report
 from edge_bench.federation.demo import SETTINGS, choose_data, settings
 from edge_bench.federation.demo_report import CHOICE
 from edge_bench.federation.processes import ProcessError, children
-from edge_bench.report import warn, warnings
 from edge_bench.simulation.file import find_bundle
 from federation import PATIENCE
 from processes import ended

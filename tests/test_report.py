@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from edge_bench import report
+from edge_bench import advice, records, tables
+from edge_bench.federation.record import federation
+from edge_bench.simulation.record import simulated
 from lattice_fleet import NORMED
 from numpy_mlp import mlp, model
 from rich.console import Console
@@ -40,7 +42,7 @@ ROUNDS = [
 
 
 def test_traffic_is_for_each_turn_of_a_device_and_what_is_sent_once_for_each_device_that_took_part() -> None:
-    found = report.traffic(ROUNDS, 4)
+    found = records.traffic(ROUNDS, 4)
     assert found["device_rounds"] == 4
     assert found["bytes_up_per_device_round"] == (60 + 36 + 24) / 4
     assert found["bytes_down_per_device_round"] == (80 + 16 + 24) / 4
@@ -50,13 +52,13 @@ def test_traffic_is_for_each_turn_of_a_device_and_what_is_sent_once_for_each_dev
 
 
 def test_all_bytes_of_a_device_are_those_of_the_whole_federation_and_its_last_downlinks() -> None:
-    found = report.traffic(ROUNDS, 4)
+    found = records.traffic(ROUNDS, 4)
     assert found["last_bytes_down_per_device"] == 100 / 4
     assert found["bytes_per_device"] == (120 + 10 + 120 + 30 + 100) / 4
 
 
 def test_bits_are_the_mean_over_turns_and_seconds_the_median_of_the_rounds() -> None:
-    found = report.traffic(ROUNDS, 4)
+    found = records.traffic(ROUNDS, 4)
     assert found["bits_per_parameter_up"] == pytest.approx((2 * 4 + 1 + 1) / 4)
     assert found["bits_per_parameter_down"] == pytest.approx(2 * (2 * 4 + 1 + 1) / 4)
     assert found["seconds_per_round"] == 2.0
@@ -66,7 +68,7 @@ def test_bytes_of_devices_that_no_round_counts_are_told_apart() -> None:
     """The rounds count 130 bytes up and 150 down, and 100 after the last one."""
     devices = [SimpleNamespace(bytes_up=100, bytes_down=200, messages_up={}, messages_down={}) for _ in range(2)]
     ended: Any = SimpleNamespace(rounds=ROUNDS, devices=devices, scores=lambda: None)
-    found = report.federation(ended)
+    found = federation(ended)
     assert found["uncounted_bytes_per_device"] == {"up": (200 - 130) / 2, "down": (400 - 150 - 100) / 2}
 
 
@@ -82,7 +84,7 @@ def test_the_best_round_is_the_one_whose_devices_score_most_after_training() -> 
     ends = {"final": None, "final_after": None, "start": None, "vain_bytes": 0, "kept_share": 1.0}
     digests = {"state_sha256": "", "personal_sha256": ""}
     result: Any = SimpleNamespace(method=make_method({"name": "fedavg"}), rows=rows, devices=4, **ends, **digests)
-    found = report.simulated(result, model(mlp(2, 2)))
+    found = simulated(result, model(mlp(2, 2)))
     assert found["best_round"] == {"round": 2, "score_before": 0.5, "score_after": 0.9}
     assert found["best_round_of_all_devices"] == {"score_mean": pytest.approx(0.3), "round": 3}
 
@@ -91,7 +93,7 @@ def test_the_best_round_is_the_one_whose_devices_score_most_after_training() -> 
 def test_a_method_is_named_below_half_of_the_best_ones_score(score: float, named: bool) -> None:
     methods = {name: make_method({"name": name}) for name in ("fedavg", "fedpm")}
     records = {"fedavg": {"score_mean": 1.0, "score_start": 0.1}, "fedpm": {"score_mean": score, "score_start": 0.1}}
-    assert bool(report.warnings(records, methods)) is named
+    assert bool(advice.warnings(records, methods)) is named
 
 
 @pytest.mark.parametrize(("mine", "alone", "hinted"), [(1, 5, True), (5, 5, False), (5, 1, False)])
@@ -103,7 +105,7 @@ def test_a_method_of_fewer_epochs_than_training_alone_is_advised_to_take_as_many
         "standalone": make_method({"name": "standalone", "epochs": alone}),
     }
     records = {name: {"score_mean": score, "score_start": 0.1} for name, score in (("mine", 0.6), ("standalone", 0.9))}
-    (said,) = report.warnings(records, methods)
+    (said,) = advice.warnings(records, methods)
     assert (f"epochs = {alone}, as standalone has (here {mine}), then " in said) is hinted
 
 
@@ -116,8 +118,8 @@ def test_where_one_more_round_on_the_device_would_reach_the_base_the_first_hint_
         name: {"score_mean": score, "score_start": 0.1} for name, score in (("fedavg", 0.6), ("standalone", 0.9))
     }
     records["fedavg"]["score_mean_after_local_epochs"] = after
-    (said,) = report.warnings(records, methods)
-    first = report.PERSONAL.format(0.95) + ", then "
+    (said,) = advice.warnings(records, methods)
+    first = advice.PERSONAL.format(0.95) + ", then "
     assert f"helps: {first if hinted else ''}lr (here 0.01)" in said
 
 
@@ -129,7 +131,7 @@ def test_the_rate_of_a_hint_is_the_one_that_the_model_s_devices_train_at() -> No
     whole = model(NORMED)
     for seed, rate in ((1, "0.01"), (None, "0.003")):  # trained weights with batch-norm statistics have a lower one
         own = replace(whole, manifest=whole.manifest.model_copy(update={"seed": seed}))
-        (said,) = report.warnings(records, methods, model=own)
+        (said,) = advice.warnings(records, methods, model=own)
         assert f"lr (here {rate})" in said
 
 
@@ -149,7 +151,7 @@ def test_the_table_keeps_every_label_and_figure_whole(labels: tuple[str, ...], w
         "bits_per_parameter_up": 0.987, "bits_per_parameter_down": 32.02,
     }  # fmt: skip
     console = Console(width=width, record=True, soft_wrap=True, file=io.StringIO())
-    console.print(report.table(dict.fromkeys(labels, record), "a title", console))
+    console.print(tables.table(dict.fromkeys(labels, record), "a title", console))
     lines = console.export_text().splitlines()
     assert max(len(line) for line in lines if "─" in line) == due
     for label in labels:

@@ -17,11 +17,13 @@ from edge_bench.bundles import UNSEEN
 from edge_bench.data import datasets
 from edge_bench.data.table import DataConfig
 from edge_bench.federation.fleet import fleet
-from edge_bench.report import by_kind, federation, simulated
+from edge_bench.federation.record import federation
 from edge_bench.simulation import cli as simulate_cli
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import SimulationConfig, find_bundle, read_config, refuse_seen
+from edge_bench.simulation.record import simulated
 from edge_bench.simulation.simulate import RoundRow, Simulated, run
+from edge_bench.tables import by_kind
 from edge_kernels import counter
 
 from edge_client.bundle import Bundle, digest

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edge_bench import curves, provenance, report
+from edge_bench import advice, curves, provenance
 from edge_bench.command_line import (
     check_new_folder,
     check_plot,
@@ -27,8 +27,10 @@ from edge_bench.data.sources import find
 from edge_bench.data.table import DataConfig
 from edge_bench.federation import demo_report
 from edge_bench.federation.fleet import Ended, fleet
+from edge_bench.federation.record import federation
 from edge_bench.simulation.comparison import starting_scores
 from edge_bench.simulation.file import find_bundle
+from edge_bench.tables import outcome
 from edge_client.backends import DEFAULT_BACKEND
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense
@@ -151,15 +153,15 @@ def demo(
                 for name in names:
 
                     def watch(done: list[Round], name: str = name) -> None:
-                        outcome = report.outcome(done[-1]) if done else "devices are joining"
-                        console.print(f"{name:12s} round {len(done):3d}/{rounds}  {outcome}")
+                        stands = outcome(done[-1]) if done else "devices are joining"
+                        console.print(f"{name:12s} round {len(done):3d}/{rounds}  {stands}")
 
                     asked = FederationConfig(
                         name=name, bundle=running.bundle, method=tables[name], rounds=rounds, cohort=len(parts),
                         seed=seed, guard="clip",
                     )  # fmt: skip
                     ended = running.run(asked, watch)
-                    records[name] = report.federation(ended, start)
+                    records[name] = federation(ended, start)
                     if not compact:
                         compact = compaction(bundle, ended, next(iter(parts.values())).x[:1], folder)
         except KeyboardInterrupt:
@@ -171,7 +173,7 @@ def demo(
         head = "\nscore after each round against a device's payload bytes so far, both ways"
         console.print(head, curves.sketch(lines), sep="\n")
     console.print("", demo_report.end(title, records, compact, made), sep="\n")
-    report.warn(console, report.warnings(records, made, model=bundle.model()))
+    advice.warn(console, advice.warnings(records, made, model=bundle.model()))
     run = {
         "data": chosen.model_dump(mode="json"), "devices": len(parts), "rounds": rounds, "seed": seed,
         "cohort": len(parts), "methods": tables,

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from rich.console import Group
 from rich.table import Table
 
+from edge_bench.advice import ALONE
 from edge_bench.curves import amount, shown
-from edge_bench.report import ALONE, Record
+from edge_bench.records import Record
 from edge_client.bench.tables import plain_table
 from edge_client.methods import Method
 

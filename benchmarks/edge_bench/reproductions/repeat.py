@@ -17,13 +17,14 @@ from typing import Annotated, Any
 
 import typer
 
-from edge_bench import provenance, report
+from edge_bench import provenance
 from edge_bench.command_line import check_writable, names_of, run_module, write_json
 from edge_bench.curves import shown
 from edge_bench.reproductions.reproduction import stands
 from edge_bench.reproductions.stored_runs import fitting
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import open_simulation
+from edge_bench.simulation.record import simulated
 from edge_client.errors import ConfigError
 
 ROW = ("round", "bits_per_parameter_up", "bits_per_parameter_down", "loss", "score_before", "score_after", "traffic",
@@ -98,7 +99,7 @@ def main(
             if name in runs and stands(runs[name], method):
                 continue
             one = checked.model_copy(update={"methods": {label: table}})
-            record = report.simulated(run_all(one, found, devices)[label], found.model())
+            record = simulated(run_all(one, found, devices)[label], found.model())
             made = {"revision": method.revision, "command": provenance.command(), "commit": provenance.commit()}
             runs[name] = {**slim(record), **made}
             print(f"{name}: {shown(record['score_mean'], '.4f')}", flush=True)

@@ -18,7 +18,7 @@ import typer
 from rich.console import JustifyMethod
 from rich.table import Table
 
-from edge_bench import provenance, report
+from edge_bench import advice, provenance
 from edge_bench.command_line import check_folder, known_names, plain_console, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.data import datasets
@@ -29,6 +29,7 @@ from edge_bench.reproductions.results_page import RESULTS
 from edge_bench.reproductions.stored_runs import CELLS, RESULT, Run, known, stored
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import find_bundle
+from edge_bench.simulation.record import simulated
 from edge_bench.simulation.simulate import RoundRow
 from edge_client.bench.tables import plain_table
 from edge_client.bundle import Bundle
@@ -54,7 +55,7 @@ def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], step
         steps.step(f"{cell.name:28s} round {r.round:3d}/{cell.config.rounds}  {score}")
 
     result = run_all(cell.config, bundle, devices, said, models=compact)[cell.label]
-    record = report.simulated(result, bundle.model())
+    record = simulated(result, bundle.model())
     rounds = record.pop("rounds")
     slim = {
         **record,
@@ -244,7 +245,7 @@ def reproduce(
     cells = reproduction.cells(used, chosen, labels, "validation" if validation else "test")
     wanted = [cell for cell in cells if cell.task in there]
     _refuse_another(folder, name, full)
-    done = known(folder, lambda said: report.warn(console, [said]))
+    done = known(folder, lambda said: advice.warn(console, [said]))
     keyed = prepare(wanted, name)
     owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], method_of(cell))}
     if owed:
@@ -309,7 +310,7 @@ def run_cells(
         write_text(folder / f"{sha}.json", json.dumps(run) + "\n")
         ran[sha] = run
         steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
-        for warning in report.warnings({cell.label: run}, {cell.label: method_of(cell)}, model=bundle.model()):
+        for warning in advice.warnings({cell.label: run}, {cell.label: method_of(cell)}, model=bundle.model()):
             steps.say(warning)
     return ran, failures
 

@@ -11,13 +11,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from edge_bench import curves, provenance, report
+from edge_bench import advice, curves, provenance, tables
 from edge_bench.command_line import check_plot, check_writable, plain_console, terminable, write_json
 from edge_bench.data import histogram
 from edge_bench.progress import Steps
 from edge_bench.simulation import result
 from edge_bench.simulation.comparison import InterruptedRun, run_all
 from edge_bench.simulation.file import SimulationConfig, open_simulation
+from edge_bench.simulation.record import simulated
 from edge_bench.simulation.simulate import RoundRow, Simulated
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
@@ -56,11 +57,11 @@ def _heading(console: Console, config: SimulationConfig, bundle: Bundle, devices
         f"rounds: {config.rounds} of {min(config.cohort, len(devices))} devices"
     )
     if config.cohort > len(devices):
-        report.warn(
+        advice.warn(
             console, [f"cohort = {config.cohort}, but there are {len(devices)} devices; set it to that or less"]
         )
-    report.warn(console, histogram.untested(devices, config.data.evaluate))
-    report.warn(console, histogram.off_scale(devices, bundle.manifest.input))
+    advice.warn(console, histogram.untested(devices, config.data.evaluate))
+    advice.warn(console, histogram.off_scale(devices, bundle.manifest.input))
 
 
 def _played(
@@ -73,10 +74,10 @@ def _played(
         def said(label: str, row: RoundRow) -> None:
             everyone = "" if row.everyone is None else f"  all devices {row.everyone.mean:.3f}"
             done = f"{label:12s} round {row.record.round:3d}/{config.rounds}"
-            steps.step(f"{done}  {report.outcome(row.record)}{everyone}")
+            steps.step(f"{done}  {tables.outcome(row.record)}{everyone}")
 
         try:
-            warn = partial(report.warn, console)
+            warn = partial(advice.warn, console)
             results = run_all(config, bundle, devices, said, failures.__setitem__, models=False, warn=warn)
         except KeyboardInterrupt:
             console.print("stopped before any method ended; there is no result")
@@ -122,7 +123,7 @@ def simulate(
     check_writable(json_file, source=config)
     check_plot(plot, json_file)
     if labels:  # nothing is trained, so the file needs no methods
-        only, method = None, report.ALONE
+        only, method = None, advice.ALONE
     checked, opened, devices = open_simulation(
         config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
@@ -138,10 +139,10 @@ def simulate(
     if not results:
         raise ended
     model, tested = opened.model(), sum(len(d.y_test) for d in devices.values())
-    records = {label: report.simulated(r, model) for label, r in results.items()}
+    records = {label: simulated(r, model) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
-    console.print(report.table(records, title, console), report.by_kind(records), sep="\n\n")
-    report.warn(console, report.warnings(records, {label: r.method for label, r in results.items()}, tested, model))
+    console.print(tables.table(records, title, console), tables.by_kind(records), sep="\n\n")
+    advice.warn(console, advice.warnings(records, {label: r.method for label, r in results.items()}, tested, model))
     if json_file is not None:
         reasons = {label: str(error) for label, error in failures.items()}
         write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))

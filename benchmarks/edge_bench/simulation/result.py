@@ -130,7 +130,7 @@ class SimulationResult(_Table):
 
 
 def rows(methods: Mapping[str, Any]) -> Iterator[Row]:
-    """One row for each method and round, from the records of `report.simulated`."""
+    """One row for each method and round, from the records of `record.simulated`."""
     for label, record in methods.items():
         so_far = {point["round"]: point["bytes"] for point in record["curve"]}
         for r in record["rounds"]:
@@ -158,7 +158,7 @@ def rows(methods: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def result(config: SimulationConfig, methods: Mapping[str, Any], failed: Mapping[str, str]) -> SimulationResult:
-    """The whole file, from the records of `report.simulated` and the errors of the methods without one."""
+    """The whole file, from the records of `record.simulated` and the errors of the methods without one."""
     return SimulationResult(
         rows=list(rows(methods)),
         methods={label: MethodResult.model_validate(record) for label, record in methods.items()},

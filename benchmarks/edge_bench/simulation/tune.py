@@ -24,7 +24,7 @@ import typer
 from edge_kernels import counter
 from sqlalchemy.exc import SQLAlchemyError
 
-from edge_bench import own_model, provenance, report, toml_text
+from edge_bench import own_model, provenance, records, toml_text
 from edge_bench.bundles import NAMES, is_named
 from edge_bench.command_line import check_writable, plain_console, write_json
 from edge_bench.curves import amount, mean, shown
@@ -169,7 +169,7 @@ def _tried(
         ended = Trial(new.number, new.settings, "failed", None, None, rounds, str(error))
     else:
         assert result.final is not None, "some device has samples to score on"
-        spent = report.traffic([row.record for row in result.rows], result.devices)["bytes_per_device"]
+        spent = records.traffic([row.record for row in result.rows], result.devices)["bytes_per_device"]
         ended = Trial(new.number, new.settings, "ended", result.final.mean, spent, rounds)
         if plan.most_bytes is not None:
             trial.set_constraint("bytes", spent - plan.most_bytes)
