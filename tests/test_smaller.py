@@ -154,10 +154,10 @@ def test_heads_keep_different_entries(tmp_path: Path) -> None:
     assert weights(model, "MatMul")[:2] == [(6, 7), (6, 7)]
 
 
-@pytest.mark.parametrize("costs", [FEWEST, FASTEST])
+@pytest.mark.parametrize("align", ["none", "rule"])
 @pytest.mark.parametrize("gone", [[0], [1], [0, 2]])
 @pytest.mark.parametrize("name", ["heads", "fused heads"])
-def test_whole_heads_that_are_gone_are_not_computed(name: str, gone: list[int], costs: Costs, tmp_path: Path) -> None:
+def test_whole_heads_that_are_gone_are_not_computed(name: str, gone: list[int], align: Align, tmp_path: Path) -> None:
     """As a method leaves them that prunes whole heads: no layer before or behind them has their entries."""
     graph = GRAPHS[name]
     values = masked(graph, "act", 1.0, 0)
@@ -165,7 +165,7 @@ def test_whole_heads_that_are_gone_are_not_computed(name: str, gone: list[int], 
         for tensor in (made, f"{made}b"):
             heads = values[tensor].reshape(*values[tensor].shape[:-1], -1, 3, 4)  # a view: all parts, heads, entries
             heads[..., gone, :] = 0
-    model, report, error = compact(graph, values, tmp_path, costs)
+    model, report, error = compact(graph, values, tmp_path, align)
     assert error <= 1e-5
     left = 12 - 4 * len(gone)
     assert weights(model, "MatMul") == [*[(6, left)] * 3, (left, 8)]
