@@ -84,7 +84,7 @@ class FederatedPruning(Coded):
 
     keep: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of each group's units that devices train, at least one."""
-    every: Annotated[int, Field(ge=1)] = 10
+    every: Annotated[int, Field(ge=1, le=1_000_000)] = 10
     """Rounds from one choice to the next (the paper's s)."""
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:

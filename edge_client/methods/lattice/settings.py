@@ -37,7 +37,7 @@ class Settings(LocalSgd):
     thrifty. A run of fewer than five rounds has quantum * (rounds / 5)^2, at least 0.25."""
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
-    budget: Annotated[float, Field(ge=1)] = 110.0
+    budget: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 110.0
     """FedAvg's bytes divided by this, or 6 kB a round if that is more, may go to moves, changes, statistics and the
     last delivery. Where a run would take more, steps become coarser, up to a quantum of ten, or cells. 1: never."""
     average: Annotated[float, Field(ge=0, le=1)] = 0.2
