@@ -488,6 +488,17 @@ def test_devices_without_samples_to_be_scored_on_are_named() -> None:
     assert histogram.untested({"ann": tested}, "test") == []
 
 
+def test_numbers_to_predict_that_lie_far_from_0_are_named() -> None:
+    def predicted(*rows: tuple[float, float]) -> DeviceData:
+        y, none = np.array(rows, np.float32), np.zeros((0, 2), np.float32)
+        return DeviceData(y, y, none, none, none, none)
+
+    assert histogram.uncentred({"ann": predicted((1, 9), (1, 11)), "bob": predicted((-1, -10))}) == []
+    (said,) = histogram.uncentred({"ann": predicted((1, 9), (0, 11)), "bob": predicted((-1, 10))})
+    assert said.startswith("the numbers to predict of output 1 have mean 10 and deviation 0.816: ")
+    assert histogram.uncentred(held([4], [5])) == []
+
+
 def test_unevenness_is_nought_for_equal_devices_and_large_for_devices_apart() -> None:
     assert histogram.unevenness(np.array([[2, 2], [4, 4]])) == 0
     assert histogram.unevenness(np.array([[3, 0], [0, 3]])) == 0.5

@@ -102,6 +102,26 @@ def off_scale(devices: Mapping[str, DeviceData], takes: Input) -> list[str]:
     return [found[0] + others] if found else []
 
 
+def uncentred(devices: Mapping[str, DeviceData]) -> list[str]:
+    """A sentence when the numbers to predict lie further from 0 than they spread.
+
+    Rounds then learn their mean first. The updates are large and the losses too, so that neither steps made from the
+    first round nor a comparison with the bundle's loss fit the rounds after.
+    """
+    y = np.concatenate([d.y for d in devices.values()])
+    if not np.issubdtype(y.dtype, np.floating) or not len(y):
+        return []
+    mean, spread = y.mean(axis=0, dtype=np.float64).reshape(-1), y.std(axis=0, dtype=np.float64).reshape(-1)
+    at = int(np.argmax(np.abs(mean) - spread))
+    if abs(mean[at]) <= spread[at]:
+        return []
+    which = f" of output {at}" if mean.size > 1 else ""
+    return [
+        f"the numbers to predict{which} have mean {mean[at]:.3g} and deviation {spread[at]:.3g}: devices would learn "
+        "the mean first, and compressed updates may never come to the rest; train on (y - mean) / deviation"
+    ]
+
+
 def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str) -> None:
     """The histogram as a PNG: stacked bars for few classes and devices, else a heat map. Raises ConfigError."""
     import matplotlib as mpl

@@ -62,6 +62,7 @@ def _heading(console: Console, config: SimulationConfig, bundle: Bundle, devices
         )
     advice.warn(console, histogram.untested(devices, config.data.evaluate))
     advice.warn(console, histogram.off_scale(devices, bundle.manifest.input))
+    advice.warn(console, histogram.uncentred(devices))
 
 
 def _played(
