@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edge_client.bundle import Bundle as Bundle
-    from edge_client.client import Client as Client
-    from edge_client.client import Result as Result
     from edge_client.data import DeviceData as DeviceData
+    from edge_client.device.client import Client as Client
+    from edge_client.device.client import Result as Result
     from edge_client.errors import MaskfleetError as MaskfleetError
     from edge_client.methods import Method as Method
     from edge_client.methods import make_method as make_method
 
 _HOME = {
     "Bundle": "bundle",
-    "Client": "client",
+    "Client": "device.client",
     "DeviceData": "data",
     "MaskfleetError": "errors",
     "Method": "methods",
-    "Result": "client",
+    "Result": "device.client",
     "make_method": "methods",
 }
 __all__ = [*_HOME]

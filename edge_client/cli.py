@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from edge_client.commands.exit_codes import ExitCode, exit_code
+from edge_client.commands.stopping import end_on_signals
 from edge_client.errors import MaskfleetError
 from edge_client.events import Log, Terminal, shown
-from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.extras import needs
-from edge_client.stopping import end_on_signals
 
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
@@ -82,7 +82,7 @@ def join(
     """
     end_on_signals()
     from edge_client.align import align_of
-    from edge_client.client import Client  # numpy and httpx only now: --help stays fast
+    from edge_client.device.client import Client  # numpy and httpx only now: --help stays fast
     from edge_client.logs import set_up
 
     set_up(log_format or "text", "warning", sys.stdout if log_format else sys.stderr)
@@ -224,7 +224,7 @@ def build() -> TyperGroup:
 
 
 def main() -> None:
-    """The console script. Ends the process with a code of `edge_client.exit_codes`."""
+    """The console script. Ends the process with a code of `edge_client.commands.exit_codes`."""
     try:
         build()()
     except MaskfleetError as error:

@@ -20,20 +20,20 @@ from edge_kernels import counter
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Bundle, Init, Input, Layer, Manifest, Part, Tensor, digest
-from edge_client.client import Client
 from edge_client.data import DeviceData
+from edge_client.device.client import Client
 from edge_client.events import Event
 from edge_client.files import write_whole
+from edge_client.link.remote import Remote
+from edge_client.link.retry import Retry
+from edge_client.link.transport import Transport, content_digest
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Failure, Receipt, Report
 from edge_client.protocol.metrics import apart
 from edge_client.protocol.payload import decode, encode
-from edge_client.remote import Remote
-from edge_client.retry import Retry
 from edge_client.targets import Classification
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Gradient
-from edge_client.transport import Transport, content_digest
 
 URL = "http://127.0.0.1:1"
 PART = bytes(range(256)) * 40
@@ -214,10 +214,10 @@ def conclude(
 @pytest.fixture(autouse=True)
 def numpy_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """See the module."""
-    monkeypatch.setattr("edge_client.session.open_trainer", lambda backend, bundle, threads: Softmax(bundle))
-    monkeypatch.setattr("edge_client.retry.time.sleep", lambda _: None)
-    monkeypatch.setattr("edge_client.remote_bundle.check_graph", lambda path, name, sample: None)
-    monkeypatch.setattr("edge_client.conclude.conclude", conclude)
+    monkeypatch.setattr("edge_client.device.session.open_trainer", lambda backend, bundle, threads: Softmax(bundle))
+    monkeypatch.setattr("edge_client.link.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr("edge_client.link.remote_bundle.check_graph", lambda path, name, sample: None)
+    monkeypatch.setattr("edge_client.device.conclude.conclude", conclude)
 
 
 def device(folder: Path, coordinator: Coordinator, **options: Any) -> Client:

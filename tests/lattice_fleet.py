@@ -57,7 +57,7 @@ def samples(label: int, n: int = 8) -> DeviceData:
 
 
 @dataclass
-class Fleet:
+class LatticeFleet:
     """A federation by hand. Every value is stored and read again between the rounds."""
 
     method: Lattice

@@ -22,7 +22,7 @@ MASKED = 20 * 16 + 16 * 12
 DEVICES = ("a", "b", "c")
 
 
-class Fleet(Rounds):
+class MaskFleet(Rounds):
     """A federation of three devices with unlike data, and what these methods have beside other ones."""
 
     method: BernoulliMasks
@@ -43,7 +43,7 @@ class Fleet(Rounds):
         return self.method.theta(self.course, self.state.posterior)
 
 
-def own_mask(fleet: Fleet, device: str) -> NDArray[np.bool_]:
+def own_mask(fleet: MaskFleet, device: str) -> NDArray[np.bool_]:
     """The mask of the model a device trained, over the masked parameters."""
     mask = fleet.local[device].trained.mask
     assert mask is not None
@@ -85,4 +85,4 @@ def steady_task(trainer: Steady, device: str = "a", round_: int = 2) -> Task:
     return Task(a, trainer, clusters(trainer.manifest, 1), secret(device))
 
 
-__all__ = ["DEVICES", "MASKED", "Fleet", "M", "local_round", "model", "own_mask", "steady", "steady_task"]
+__all__ = ["DEVICES", "MASKED", "M", "MaskFleet", "local_round", "model", "own_mask", "steady", "steady_task"]

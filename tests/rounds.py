@@ -1,7 +1,7 @@
 """A federation by hand, for any method: one round as the coordinator and the devices play it, without a network.
 
-The halves are those of the product: `coord_server.aggregation` and `edge_client.local`. Whatever lasts for longer than
-a round is stored and read again after it, and all that travels is bytes.
+The halves are those of the product: `coord_server.aggregation` and `edge_client.device.local`. Whatever lasts for
+longer than a round is stored and read again after it, and all that travels is bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from numpy_mlp import NumpyMlp, clusters, mlp, model, secret
 
 from coord_server import aggregation
 from coord_server.aggregation import Contribution
-from edge_client import local
 from edge_client.bundle import Manifest, Model
 from edge_client.data import DeviceData
+from edge_client.device import local
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Method
 from edge_client.protocol.messages import DeviceMetrics

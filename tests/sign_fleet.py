@@ -67,7 +67,7 @@ def first(method: SignMasks, t: Task) -> Any:
     return method.local_round(t, None, method.receive(a, None, down))
 
 
-class Fleet(Rounds):
+class SignFleet(Rounds):
     """A federation of the sign methods' own network, and votes written by hand."""
 
     def __init__(self, method: Method, m: Manifest = M, rounds: int = 8) -> None:

@@ -7,12 +7,12 @@ import pytest
 from onnx import NodeProto, helper, numpy_helper
 from small_graphs import GRAPHS
 
-from edge_client.axes import axes_of
 from edge_client.compaction import maps
 from edge_client.compaction.net import Net
 from edge_client.compaction.preparation import prepare
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Study
+from edge_client.graph.axes import axes_of
 
 ABSENT = {"InstanceNormalization"}  # of the operators in these graphs; no training graph holds it
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from edge_kernels import bits, counter
 from edge_kernels.folding import Tally
-from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
+from mask_fleet import DEVICES, MASKED, M, MaskFleet, local_round, own_mask, steady, steady_task
 from numpy_mlp import NumpyMlp, assignment, course, mlp, model, secret, task
 from pydantic import ValidationError
 from rounds import stored
@@ -73,7 +73,7 @@ def test_a_first_theta_too_near_to_0_or_1_for_float32_is_refused_and_others_trav
         with pytest.raises(ValidationError):
             kind(theta0=theta0)
     for theta0 in (1e-6, 1 - 1e-6):
-        fleet = Fleet(kind(theta0=theta0, head="mask"), M.model_copy(update={"seed": seed}))
+        fleet = MaskFleet(kind(theta0=theta0, head="mask"), M.model_copy(update={"seed": seed}))
         for _ in range(2):
             fleet.play("a", "b")
         assert np.isfinite(fleet.personal("a").parameters).all()
@@ -92,7 +92,7 @@ def tally(*masks: int) -> Tally:
 
 
 def test_the_posterior_is_reset_every_so_many_mask_rounds() -> None:
-    fleet = Fleet(FedPM(reset_every=2))
+    fleet = MaskFleet(FedPM(reset_every=2))
     seen = []
     for _ in range(5):
         fleet.play(*DEVICES)
@@ -107,7 +107,7 @@ def test_draws_have_their_probabilities() -> None:
 
 
 def test_probing_is_federated_averaging_of_the_head_alone() -> None:
-    fleet = Fleet(FedPM(probe_lr=0.3))
+    fleet = MaskFleet(FedPM(probe_lr=0.3))
     fleet.play(*DEVICES)
     heads = [np.asarray(fleet.local[d].update.arrays["head"]) for d in DEVICES]
     assert fleet.state.head.tolist() == pytest.approx(np.mean(heads, axis=0).tolist(), abs=1e-6)
@@ -123,7 +123,7 @@ def test_probing_is_federated_averaging_of_the_head_alone() -> None:
 
 
 def test_several_probing_rounds_go_on_from_each_other() -> None:
-    fleet = Fleet(Coupled(probe_rounds=2))
+    fleet = MaskFleet(Coupled(probe_rounds=2))
     fleet.play(*DEVICES)
     first = fleet.state.head.copy()
     assert (fleet.ask("a").arrays["head"] == first).all()
@@ -132,7 +132,7 @@ def test_several_probing_rounds_go_on_from_each_other() -> None:
 
 
 def test_a_trained_model_is_the_frozen_one_under_a_mask() -> None:
-    fleet = Fleet(FedPM())
+    fleet = MaskFleet(FedPM())
     fleet.play(*DEVICES)
     fleet.play(*DEVICES)
     part, trained = fleet.method.masked(model(M)), fleet.local["a"].trained
@@ -141,7 +141,7 @@ def test_a_trained_model_is_the_frozen_one_under_a_mask() -> None:
 
 
 def test_a_head_counts_by_its_samples() -> None:
-    fleet = Fleet(FedPM())
+    fleet = MaskFleet(FedPM())
     heads = (("a", 1.0, 1), ("b", 5.0, 3))
     fleet.close({d: Payload({"head": np.full(39, value, np.float32)}, {"samples": n}) for d, value, n in heads})
     assert set(fleet.state.head.tolist()) == {4.0}
@@ -185,7 +185,7 @@ def test_every_batch_draws_a_mask_of_its_own_device_round_and_turn() -> None:
 
 def test_adams_moments_are_kept_only_when_asked() -> None:
     for persistent in (False, True):
-        fleet = Fleet(FedPM(persistent=persistent, head="mask"))
+        fleet = MaskFleet(FedPM(persistent=persistent, head="mask"))
         fleet.play("a")
         steps = -(-40 // 64)
         assert (fleet.kept["a"].adam is not None) == persistent
@@ -227,7 +227,7 @@ def test_batch_norm_statistics_go_on_on_the_device(method: BernoulliMasks) -> No
 def test_the_published_straight_through_rule_is_another_one() -> None:
     masks = []
     for ste in ("identity", "ref"):
-        fleet = Fleet(FedPM(ste=ste, head="mask", epochs=20, theta0=0.4, spread=2.0))
+        fleet = MaskFleet(FedPM(ste=ste, head="mask", epochs=20, theta0=0.4, spread=2.0))
         fleet.play("a")
         masks.append(own_mask(fleet, "a"))
     assert (masks[0] != masks[1]).any()
@@ -235,7 +235,7 @@ def test_the_published_straight_through_rule_is_another_one() -> None:
 
 @pytest.mark.parametrize("evaluate", ["sample", "threshold", "expected"])
 def test_the_global_model_may_be_a_draw_a_threshold_or_an_expectation(evaluate: Any) -> None:
-    fleet = Fleet(FedPM(evaluate=evaluate, head="mask", theta0=0.7))
+    fleet = MaskFleet(FedPM(evaluate=evaluate, head="mask", theta0=0.7))
     t = fleet.task("a", 1)
     personal = fleet.method.personal(t, None, fleet.receive("a"))
     part = fleet.method.masked(model(M))
@@ -280,7 +280,7 @@ def test_first_scores_are_spread_as_set_around_the_first_theta() -> None:
     ids=["fedpm", "deltamask", "coupled", "coupled from random"],
 )
 def test_they_learn(method: BernoulliMasks) -> None:
-    fleet = Fleet(method)
+    fleet = MaskFleet(method)
     first = fleet.score("a")
     for _ in range(8):
         fleet.play(*DEVICES)
@@ -289,7 +289,7 @@ def test_they_learn(method: BernoulliMasks) -> None:
 
 @pytest.mark.parametrize("method", [FedPM(), DeltaMask(), Coupled()], ids=["fedpm", "deltamask", "coupled"])
 def test_the_same_seed_gives_the_same_bytes(method: BernoulliMasks) -> None:
-    twins = Fleet(method), Fleet(method)
+    twins = MaskFleet(method), MaskFleet(method)
     for _ in range(3):
         for fleet in twins:
             fleet.play(*DEVICES)
@@ -301,7 +301,7 @@ def test_the_same_seed_gives_the_same_bytes(method: BernoulliMasks) -> None:
 @pytest.mark.parametrize("method", [FedPM(), DeltaMask(), Coupled()], ids=["fedpm", "deltamask", "coupled"])
 @pytest.mark.parametrize("damage", ["name", "dtype", "shape", "bytes", "empty"])
 def test_a_malformed_update_is_refused(method: BernoulliMasks, damage: str) -> None:
-    fleet = Fleet(method)
+    fleet = MaskFleet(method)
     fleet.play(*DEVICES)
     good = fleet.local["a"].update
     a = fleet.task("a", 1).assignment
@@ -336,7 +336,7 @@ def test_a_malformed_update_is_refused(method: BernoulliMasks, damage: str) -> N
     ids=["fedpm", "deltamask png", "deltamask auto", "deltamask fuse16", "coupled", "coupled by counts"],
 )
 def test_damaged_codec_bytes_are_a_payload_error_on_both_sides(method: BernoulliMasks) -> None:
-    fleet = Fleet(method)
+    fleet = MaskFleet(method)
     for _ in range(3):
         fleet.play(*DEVICES)
     t, down = fleet.task("a", 4), fleet.ask("a")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_mlp import mlp
-from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped, signs_of
+from sign_fleet import MASKED, M, SignFleet, first, first_model, fixed_task, grouped, signs_of
 
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
@@ -48,7 +48,7 @@ def test_the_gradient_passes_within_the_range_of_a_latent_alone(latents: list[fl
 @settings(max_examples=5, deadline=None)
 @given(st.floats(0.01, 5))
 def test_latents_stay_in_their_range_whatever_the_rate(lr: float) -> None:
-    fleet = Fleet(BnnFedAvg(lr=lr, epochs=1, restart="latent"))
+    fleet = SignFleet(BnnFedAvg(lr=lr, epochs=1, restart="latent"))
     fleet.play("a")
     latents = fleet.kept["a"].latents
     assert np.abs(latents).max() <= 1
@@ -56,7 +56,7 @@ def test_latents_stay_in_their_range_whatever_the_rate(lr: float) -> None:
 
 @pytest.mark.parametrize("down", DOWNS)
 def test_every_weight_of_a_layer_has_one_magnitude_and_the_bundles_signs_at_first(down: Any) -> None:
-    fleet = Fleet(BnnFedAvg(epochs=1, down=down))
+    fleet = SignFleet(BnnFedAvg(epochs=1, down=down))
     before = fleet.personal("z").parameters
     own = first_model(M).parameters
     for name in ("0.w", "1.w"):
@@ -67,11 +67,11 @@ def test_every_weight_of_a_layer_has_one_magnitude_and_the_bundles_signs_at_firs
 
 
 def test_the_next_latents_are_the_mean_of_the_signs() -> None:
-    fleet = Fleet(BnnFedAvg(down="count"), grouped(mlp(2, 2, 2, bias=False)))
+    fleet = SignFleet(BnnFedAvg(down="count"), grouped(mlp(2, 2, 2, bias=False)))
     fleet.fold({"a": ([1, -1, 1, -1], 9.0), "b": ([-1, 1, 1, -1], 1.0)})
     received = fleet.method.receive(Assignment(fleet.course, 2, "z"), None, fleet.ask("z"))
     assert fleet.method.latents(received, None).tolist() == [0, 0, 1, -1]
-    majority = Fleet(BnnFedAvg(), grouped(mlp(2, 2, 2, bias=False)))
+    majority = SignFleet(BnnFedAvg(), grouped(mlp(2, 2, 2, bias=False)))
     majority.fold({"a": ([1, -1, 1, -1], 9.0), "b": ([-1, 1, 1, -1], 1.0)})
     received = majority.method.receive(Assignment(fleet.course, 2, "z"), None, majority.ask("z"))
     assert majority.method.latents(received, None).tolist() == [1, -1, 1, -1]
@@ -79,7 +79,7 @@ def test_the_next_latents_are_the_mean_of_the_signs() -> None:
 
 @pytest.mark.parametrize("down", DOWNS)
 def test_only_signs_travel_and_late_devices_need_no_history(down: Any) -> None:
-    fleet = Fleet(BnnFedAvg(epochs=1, down=down))
+    fleet = SignFleet(BnnFedAvg(epochs=1, down=down))
     for _ in range(3):
         fleet.play("a", "b")
         assert all(set(u.arrays) == {"changes.auto"} for u in fleet.up.values())
@@ -93,7 +93,7 @@ def test_only_signs_travel_and_late_devices_need_no_history(down: Any) -> None:
 
 
 def test_a_malformed_payload_is_refused_in_words() -> None:
-    fleet = Fleet(BnnFedAvg(epochs=1, down="count"))
+    fleet = SignFleet(BnnFedAvg(epochs=1, down="count"))
     fleet.play("a")
     a, good = Assignment(fleet.course, 2, "a"), fleet.ask("a")
     units = np.full(2, 255, np.uint8)
@@ -113,12 +113,12 @@ def test_settings_out_of_range_are_refused_and_a_lone_layer_cannot_be_binary() -
         with pytest.raises(ConfigError, match=name):
             make_method({"name": "bnn", name: value})
     with pytest.raises(ConfigError, match=r"not the last one, and bundle .* has no other"):
-        Fleet(BnnFedAvg(), mlp(6, 3))
+        SignFleet(BnnFedAvg(), mlp(6, 3))
 
 
 @pytest.mark.parametrize("restart", ["radius", "latent"])
 def test_a_device_keeps_its_latents_only_where_it_restarts_from_them(restart: Any) -> None:
-    fleet = Fleet(BnnFedAvg(epochs=1, restart=restart))
+    fleet = SignFleet(BnnFedAvg(epochs=1, restart=restart))
     fleet.play("a")
     assert (fleet.kept["a"].latents is not None) is (restart == "latent")
 

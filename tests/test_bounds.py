@@ -18,14 +18,14 @@ from coordination import served, settings
 from pydantic import TypeAdapter, ValidationError
 
 from edge_client import methods
-from edge_client.client import Client
+from edge_client.device.client import Client
 from edge_client.errors import ConfigError, UnreachableError
+from edge_client.link.remote import Remote
+from edge_client.link.retry import Retry
+from edge_client.link.transport import Transport
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Enrolled, FederationConfig, Receipt, Work
 from edge_client.protocol.operator import TokenRequest
-from edge_client.remote import Remote
-from edge_client.retry import Retry
-from edge_client.transport import Transport
 
 HUGE = 10**400
 NAN, INFINITE = float("nan"), float("inf")

@@ -14,9 +14,9 @@ import pytest
 
 from edge_client import cli, events
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
+from edge_client.commands.exit_codes import ExitCode
 from edge_client.errors import BundleError, ConfigError
 from edge_client.events import Event
-from edge_client.exit_codes import ExitCode
 from edge_client.targets import Classification
 
 
@@ -233,7 +233,7 @@ def test_the_public_names_load_when_they_are_used_and_importing_the_package_load
         "assert not {'numpy', 'pydantic', 'httpx', 'onnx'} & sys.modules.keys()\n"
         "from edge_client import *\n"
         "from edge_client import Bundle, Client, Method\n"
-        "from edge_client.client import Client as same\n"
+        "from edge_client.device.client import Client as same\n"
         "assert Client is same\n"
         "assert not {'torch', 'onnx', 'fastapi'} & sys.modules.keys(), sys.modules.keys()\n"
     )

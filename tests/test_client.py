@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from edge_client.bundle import F32, digest
 from edge_client.cli import join
-from edge_client.client import Client
+from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.data import DataFile, DeviceData, read
+from edge_client.device.client import Client
+from edge_client.device.local import Chosen, choose_model
 from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetError, ServerError, StateError
 from edge_client.events import Event
-from edge_client.exit_codes import ExitCode, exit_code
-from edge_client.local import Chosen, choose_model
 from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import Enrolled, Report, Wait
 from edge_client.protocol.metrics import apart
@@ -59,7 +59,7 @@ def test_the_arrays_of_a_file_do_not_outlive_the_samples_made_of_them(
         given.append(ref(file))
         return file
 
-    monkeypatch.setattr("edge_client.client.read", noted)
+    monkeypatch.setattr("edge_client.device.client.read", noted)
     coordinator, kept = Coordinator(), list[bool]()
     coordinator.fault = lambda r: kept.append(given[0]() is not None) if r.url.path.endswith("/work") else None
     assert device(tmp_path / "state", coordinator, data=tmp_path / "mine.npz").run().ended == "finished"
@@ -92,7 +92,7 @@ def test_an_event_a_message_and_the_exit_code_say_that_a_model_was_not_compacted
     def dense(*given: Any) -> Report:
         return conclude(*given).model_copy(update={"uncompacted": "logits differ by 1"})
 
-    monkeypatch.setattr("edge_client.conclude.conclude", dense)
+    monkeypatch.setattr("edge_client.device.conclude.conclude", dense)
     said = list[Event]()
     result = device(tmp_path, Coordinator(rounds=1)).run(on_event=said.append)
     assert [e.text for e in said if "logits differ by 1" in e.text]
@@ -111,7 +111,7 @@ def test_the_card_of_a_model_has_the_rounds_that_were_played(tmp_path: Path, mon
         cards.append(given[-1])
         return conclude(*given)
 
-    monkeypatch.setattr("edge_client.conclude.conclude", noted)
+    monkeypatch.setattr("edge_client.device.conclude.conclude", noted)
     coordinator = Coordinator(rounds=3)
     device(tmp_path, coordinator).run(rounds=1)
     coordinator.rounds = 2  # as an operator changes it
@@ -153,7 +153,7 @@ def test_a_device_says_when_the_method_should_have_pruned_and_did_not(
         own = replace(chosen.personal, mask=None if mask is None else np.array(mask))
         return replace(chosen, personal=own)
 
-    monkeypatch.setattr("edge_client.client.choose_model", ended)
+    monkeypatch.setattr("edge_client.device.client.choose_model", ended)
     monkeypatch.setattr(FedAvg, "unpruned", lambda _: "nothing was pruned: the gate stayed closed")
     said = list[Event]()
     device(tmp_path, Coordinator(rounds=1)).run(on_event=said.append)

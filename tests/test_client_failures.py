@@ -15,7 +15,9 @@ from client_rig import PART, Coordinator, Softmax, device, numpy_trainer, proble
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Bundle
+from edge_client.commands.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.data import DeviceData
+from edge_client.device.local import REASON_MOST, failure_of, run_round
 from edge_client.errors import (
     DataError,
     DivergedError,
@@ -27,8 +29,6 @@ from edge_client.errors import (
     UnreachableError,
 )
 from edge_client.events import Event
-from edge_client.exit_codes import RESTARTED, ExitCode, exit_code
-from edge_client.local import REASON_MOST, failure_of, run_round
 from edge_client.protocol.messages import FailureKind
 from edge_client.task import Assignment, Task
 from edge_client.training import Gradient
@@ -61,7 +61,7 @@ def once(error: Exception) -> Callable[..., Any]:
 def test_a_round_that_fails_is_reported_with_its_reason_and_the_next_one_is_trained(
     error: Exception, kind: FailureKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.client.run_round", once(error))
+    monkeypatch.setattr("edge_client.device.client.run_round", once(error))
     coordinator, said = Coordinator(), list[Event]()
     result = device(tmp_path, coordinator).run(on_event=said.append)
     assert (result.ended, result.rounds, sorted(coordinator.updates)) == ("finished", 3, [1, 2, 3])
@@ -98,8 +98,8 @@ def test_failures_in_a_row_are_spaced_further_and_further(tmp_path: Path, monkey
         if len(waits) == 12:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("edge_client.retry.time.sleep", noted)
-    monkeypatch.setattr("edge_client.client.run_round", lambda *_: 1 / 0)
+    monkeypatch.setattr("edge_client.link.retry.time.sleep", noted)
+    monkeypatch.setattr("edge_client.device.client.run_round", lambda *_: 1 / 0)
     coordinator = Coordinator()
     with pytest.raises(KeyboardInterrupt):
         device(tmp_path, coordinator).run()
@@ -112,7 +112,7 @@ def test_failures_in_a_row_are_spaced_further_and_further(tmp_path: Path, monkey
 def test_a_failure_of_a_round_that_is_over_changes_nothing(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.client.run_round", once(MemoryError()))
+    monkeypatch.setattr("edge_client.device.client.run_round", once(MemoryError()))
     coordinator = Coordinator()
     coordinator.fault = lambda r: (
         problem(status, "wrong-round", "round 1 is over") if "failures" in r.url.path else None
@@ -121,7 +121,7 @@ def test_a_failure_of_a_round_that_is_over_changes_nothing(
 
 
 def test_a_refused_failure_report_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_client.client.run_round", once(MemoryError()))
+    monkeypatch.setattr("edge_client.device.client.run_round", once(MemoryError()))
     coordinator = Coordinator()
     coordinator.fault = lambda r: (
         problem(403, "device-removed", "dev was removed") if "failures" in r.url.path else None
@@ -176,7 +176,7 @@ def test_refused_updates_in_a_row_are_spaced_like_other_failures_until_one_is_ta
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, left = list[float](), [True, True, True, False, True, False, False]
-    monkeypatch.setattr("edge_client.retry.time.sleep", waits.append)
+    monkeypatch.setattr("edge_client.link.retry.time.sleep", waits.append)
     coordinator = Coordinator()
     coordinator.fault = lambda r: UNFIT[1] if "/updates/" in r.url.path and left.pop(0) else None
     assert device(tmp_path, coordinator).run().ended == "finished"
@@ -217,7 +217,7 @@ def test_an_update_of_a_removed_device_ends_the_run(tmp_path: Path) -> None:
 def test_a_downlink_that_cannot_be_read_is_reported_and_the_next_one_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.client.run_round", once(PayloadError("array 'theta' is unknown")))
+    monkeypatch.setattr("edge_client.device.client.run_round", once(PayloadError("array 'theta' is unknown")))
     coordinator = Coordinator()
     assert device(tmp_path, coordinator).run().ended == "finished"
     assert [(r, f.kind) for r, _, f in coordinator.failures] == [(1, "downlink")]
@@ -235,7 +235,7 @@ def test_three_downlinks_in_a_row_that_cannot_be_read_end_the_run_until_a_restar
             raise error
         return run_round(*given)
 
-    monkeypatch.setattr("edge_client.client.run_round", trained)
+    monkeypatch.setattr("edge_client.device.client.run_round", trained)
     coordinator = Coordinator()
     with pytest.raises(UnreachableError, match="3 payloads in a row could not be read: array 'theta'") as ended:
         device(tmp_path, coordinator).run()
@@ -342,7 +342,7 @@ def test_an_overflow_in_a_second_phase_is_the_device_s_own(tmp_path: Path, monke
 def test_a_fault_of_the_device_s_disk_is_not_reported_as_the_round_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.client.run_round", once(StateError("disk full")))
+    monkeypatch.setattr("edge_client.device.client.run_round", once(StateError("disk full")))
     coordinator = Coordinator()
     with pytest.raises(StateError):
         device(tmp_path, coordinator).run()

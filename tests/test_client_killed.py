@@ -132,7 +132,7 @@ def test_a_stored_update_that_was_never_sent_is_sent_without_training_again(
     with pytest.raises(_Killed):
         device(tmp_path, coordinator).run()
     coordinator.fault = lambda _: None
-    monkeypatch.setattr("edge_client.client.run_round", None)  # training again would fail
+    monkeypatch.setattr("edge_client.device.client.run_round", None)  # training again would fail
     assert device(tmp_path, coordinator).run(rounds=1).rounds == 1
     assert list(coordinator.updates) == [1]
 

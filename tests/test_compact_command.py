@@ -14,10 +14,10 @@ from test_personal import MLP, MLP_VALUES, run
 
 from edge_client.bundle import views
 from edge_client.cli import join
-from edge_client.client import Client
 from edge_client.compaction.command import compact
 from edge_client.compaction.personal import write_personal
-from edge_client.conclude import conclude
+from edge_client.device.client import Client
+from edge_client.device.conclude import conclude
 from edge_client.errors import BundleError, ConfigError
 
 

@@ -19,8 +19,8 @@ from edge_client.bundle import F32, Bundle, Manifest
 from edge_client.compaction.net import Net
 from edge_client.compaction.smaller import Smaller
 from edge_client.compaction.tuning import aligned
-from edge_client.conclude import conclude
 from edge_client.data import DeviceData
+from edge_client.device.conclude import conclude
 from edge_client.errors import CompactionError
 from edge_client.measure.latency import Latency
 from edge_client.task import Assignment, Course, Personal, Task
@@ -86,7 +86,7 @@ def test_a_report_has_the_latency_of_each_model_under_its_own_name(
         sizes = [sum(int(np.prod(w.dims)) for w in onnx.load(model).graph.initializer) for model in models]
         return tuple(Latency(float(size), 0.0, 1) for size in sizes)
 
-    monkeypatch.setattr("edge_client.conclude.latency", timed)
+    monkeypatch.setattr("edge_client.device.conclude.latency", timed)
     report = conclude(bundle, task, personal, path, threads=3)
     assert (report.parameters_dense, report.parameters_compact) == (17, 7)
     assert (report.latency_dense_ms, report.latency_compact_ms) == (17, 7)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from coord_server.operator.show import Look, overview
+from edge_client.device.journal import Journal, Pending
 from edge_client.errors import MeterError, PayloadError
-from edge_client.journal import Journal, Pending
 from edge_client.measure.energy import Accuracy, Trace, joules
 from edge_client.measure.round_cost import RoundCost
 from edge_client.protocol.cost import COST_HEADER, Cost, from_header, in_words, means, over_rounds, to_header

@@ -13,7 +13,7 @@ from edge_kernels import counter, coupling
 from edge_kernels.codecs import counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_fleet import DEVICES, MASKED, Fleet, own_mask
+from mask_fleet import DEVICES, MASKED, MaskFleet, own_mask
 from numpy_mlp import assignment, mlp
 
 from edge_client.errors import LostError, PayloadError
@@ -24,14 +24,14 @@ from edge_client.protocol.payload import Payload, encode
 from edge_client.task import Assignment
 
 
-def agrees(fleet: Fleet, device: str) -> bool:
+def agrees(fleet: MaskFleet, device: str) -> bool:
     """Whether what the device decodes from its next downlink is what the server has."""
     received, state = fleet.receive(device), fleet.state
     numbers = np.array_equal(received.posterior.ones, state.posterior.ones)
     return numbers and received.posterior.masks == state.posterior.masks and np.array_equal(received.head, state.head)
 
 
-def wiped(fleet: Fleet, device: str, kept: Kept | None = None) -> None:
+def wiped(fleet: MaskFleet, device: str, kept: Kept | None = None) -> None:
     """The device has lost what it kept, or has an older copy: it reports the loss, the server drops its record."""
     fleet.kept[device] = kept
     with pytest.raises(LostError, match="is not of it"):
@@ -40,7 +40,7 @@ def wiped(fleet: Fleet, device: str, kept: Kept | None = None) -> None:
 
 
 def test_the_server_gets_the_very_mask_and_the_device_the_very_counts() -> None:
-    fleet = Fleet(Coupled(lr=0.3))
+    fleet = MaskFleet(Coupled(lr=0.3))
     for _ in range(6):
         fleet.play(*DEVICES)
         for d in DEVICES:
@@ -50,7 +50,7 @@ def test_the_server_gets_the_very_mask_and_the_device_the_very_counts() -> None:
 
 
 def test_a_device_receives_what_it_lacks_and_no_more() -> None:
-    fleet = Fleet(Coupled())
+    fleet = MaskFleet(Coupled())
     assert set(fleet.ask("a").arrays) == set()  # it has the bundle's head
     fleet.play("a", "b")
     assert set(fleet.ask("a").arrays) == {"head"}  # the averaged head; theta is still theta0
@@ -74,7 +74,7 @@ def test_a_device_receives_what_it_lacks_and_no_more() -> None:
     [{"reset_every": 3}, {"head": "mask", "theta0": 0.5, "spread": 1.0}, {"posterior": "mean"}, {"biases": True}],
 )
 def test_every_setting_keeps_both_sides_equal(settings: dict[str, Any]) -> None:
-    fleet = Fleet(Coupled(**settings))
+    fleet = MaskFleet(Coupled(**settings))
     for r in range(6):
         took_part = DEVICES if r % 3 else DEVICES[:2]
         before = fleet.state.posterior
@@ -90,7 +90,7 @@ def test_every_setting_keeps_both_sides_equal(settings: dict[str, Any]) -> None:
 
 
 def test_a_cohort_larger_than_the_references_receives_counts_against_counts() -> None:
-    fleet = Fleet(Coupled(references=2))
+    fleet = MaskFleet(Coupled(references=2))
     for _ in range(4):
         fleet.play(*DEVICES)
         for d in DEVICES:
@@ -103,7 +103,7 @@ def test_a_cohort_larger_than_the_references_receives_counts_against_counts() ->
 
 def test_net_flips_and_flips_are_far_below_what_fedpm_pays() -> None:
     big = mlp(300, 100, 3)
-    fleets = Fleet(Coupled(), big), Fleet(FedPM(down="counts"), big)
+    fleets = MaskFleet(Coupled(), big), MaskFleet(FedPM(down="counts"), big)
     for fleet in fleets:
         for _ in range(4):
             fleet.play(*DEVICES)
@@ -114,13 +114,13 @@ def test_net_flips_and_flips_are_far_below_what_fedpm_pays() -> None:
     )
 
 
-def play_rounds(fleet: Fleet, rounds: int) -> None:
+def play_rounds(fleet: MaskFleet, rounds: int) -> None:
     for _ in range(rounds):
         fleet.play(*DEVICES)
 
 
 def test_a_device_that_lost_what_it_kept_receives_everything_and_trains_again() -> None:
-    fleet = Fleet(Coupled())
+    fleet = MaskFleet(Coupled())
     play_rounds(fleet, 3)
     wiped(fleet, "a")
     fleet.play("b", "c")  # the round goes on without it
@@ -134,7 +134,7 @@ def test_a_device_that_lost_what_it_kept_receives_everything_and_trains_again() 
 
 
 def test_a_device_that_reports_its_loss_can_be_asked_again_in_the_same_round() -> None:
-    fleet = Fleet(Coupled())
+    fleet = MaskFleet(Coupled())
     play_rounds(fleet, 3)
     wiped(fleet, "a")
     fleet.play(*DEVICES)
@@ -146,7 +146,7 @@ def test_a_device_that_reports_its_loss_can_be_asked_again_in_the_same_round() -
 
 
 def test_a_device_that_missed_a_round_and_lost_its_head_does_not_take_the_bundles() -> None:
-    fleet = Fleet(Coupled())
+    fleet = MaskFleet(Coupled())
     play_rounds(fleet, 3)
     fleet.play("b", "c")
     assert set(fleet.ask("a").arrays) == {"counts.counts"}
@@ -159,7 +159,7 @@ def test_a_device_that_missed_a_round_and_lost_its_head_does_not_take_the_bundle
 @pytest.mark.parametrize("loss", ["lost", "stale"])
 @pytest.mark.parametrize("reset_every", [1, 3])
 def test_a_device_with_lost_or_old_state_recovers_in_the_middle(references: int, loss: str, reset_every: int) -> None:
-    fleet = Fleet(Coupled(references=references, reset_every=reset_every))
+    fleet = MaskFleet(Coupled(references=references, reset_every=reset_every))
     play_rounds(fleet, 3)
     backup = fleet.kept["a"]
     fleet.play(*DEVICES)
@@ -184,7 +184,7 @@ def test_a_device_with_lost_or_old_state_recovers_in_the_middle(references: int,
 def test_after_any_absence_and_any_loss_both_sides_hold_the_same(
     plan: list[tuple[set[str], set[str]]], references: int, reset_every: int, head: Any
 ) -> None:
-    fleet = Fleet(Coupled(references=references, reset_every=reset_every, head=head))
+    fleet = MaskFleet(Coupled(references=references, reset_every=reset_every, head=head))
     for took_part, lost in plan:
         for d in sorted(lost):
             fleet.kept[d] = None
@@ -202,7 +202,7 @@ def test_after_any_absence_and_any_loss_both_sides_hold_the_same(
 def test_devices_of_one_audience_receive_the_same_bytes() -> None:
     seen: set[str] = set()
     for references in (64, 1):
-        fleet = Fleet(Coupled(references=references))
+        fleet = MaskFleet(Coupled(references=references))
         for took_part in (DEVICES, "ab", "abc", "abc", "bc", "abc", "abc", "abc"):
             sent: dict[str, bytes] = {}
             for d in DEVICES:
@@ -216,7 +216,7 @@ def test_devices_of_one_audience_receive_the_same_bytes() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2, 8])
 def test_the_last_downlink_is_whole_for_every_device(rounds: int) -> None:
-    fleet = Fleet(Coupled(), rounds=rounds)
+    fleet = MaskFleet(Coupled(), rounds=rounds)
     play_rounds(fleet, rounds)
     t = fleet.task("a", rounds + 1)
     expected = fleet.method.personal(t, fleet.kept["a"], fleet.receive("a")).parameters
@@ -230,7 +230,7 @@ def test_the_last_downlink_is_whole_for_every_device(rounds: int) -> None:
 
 
 def test_a_device_restored_from_before_the_probing_round_recovers() -> None:
-    fleet = Fleet(Coupled(probe_rounds=2))
+    fleet = MaskFleet(Coupled(probe_rounds=2))
     fleet.play(*DEVICES)
     backup = fleet.kept["a"]
     play_rounds(fleet, 2)
@@ -240,7 +240,7 @@ def test_a_device_restored_from_before_the_probing_round_recovers() -> None:
 
 @pytest.mark.parametrize("references", [64, 2])
 def test_a_device_whose_counts_differ_detects_it(references: int) -> None:
-    fleet = Fleet(Coupled(references=references))
+    fleet = MaskFleet(Coupled(references=references))
     play_rounds(fleet, 3)
     kept = fleet.kept["a"]
     posterior = replace(kept.held.posterior, ones=np.uint32(3) - kept.held.posterior.ones)
@@ -249,7 +249,7 @@ def test_a_device_whose_counts_differ_detects_it(references: int) -> None:
 
 
 def test_a_loss_keeps_the_devices_own_statistics_and_moments() -> None:
-    fleet = Fleet(Coupled(persistent=True))
+    fleet = MaskFleet(Coupled(persistent=True))
     play_rounds(fleet, 3)
     own = replace(fleet.kept["a"], held=None)
     wiped(fleet, "a", own)
@@ -267,7 +267,7 @@ def test_counts_are_scaled_to_the_next_number_of_masks_and_rounded() -> None:
 
 
 def test_a_change_of_cohort_size_is_coded_against_the_scaled_counts() -> None:
-    fleet = Fleet(Coupled(references=1))
+    fleet = MaskFleet(Coupled(references=1))
     play_rounds(fleet, 2)
     before = fleet.state
     fleet.play("a", "b")
@@ -297,7 +297,7 @@ def test_counts_that_decode_from_the_wrong_ones_do_not_pass_their_checksum() -> 
 
 
 def test_every_device_and_round_has_uniforms_of_its_own_which_the_downlink_names() -> None:
-    fleet = Fleet(Coupled())
+    fleet = MaskFleet(Coupled())
     for round_ in (1, 2, 3):
         fleet.play(*DEVICES)
         if round_ > 1:
@@ -306,7 +306,7 @@ def test_every_device_and_round_has_uniforms_of_its_own_which_the_downlink_names
 
 
 def test_an_update_names_the_reference_mask_that_its_flips_are_of() -> None:
-    fleet = Fleet(Coupled())
+    fleet = MaskFleet(Coupled())
     play_rounds(fleet, 2)
     theta, u = fleet.theta(), counter.uniform(counter.key(3, "uniforms", 3, "a"), MASKED)
     fleet.play("a")
@@ -321,7 +321,7 @@ def test_an_update_names_the_reference_mask_that_its_flips_are_of() -> None:
 
 
 def test_net_flips_without_their_streams_are_a_payload_error() -> None:
-    fleet = Fleet(Coupled())
+    fleet = MaskFleet(Coupled())
     play_rounds(fleet, 2)
     down = fleet.ask("a")
     broken = Payload({n: x for n, x in down.arrays.items() if n != "streams"}, down.meta)
@@ -330,7 +330,7 @@ def test_net_flips_without_their_streams_are_a_payload_error() -> None:
 
 
 def test_the_first_counts_of_a_large_cohort_travel_whole_as_there_are_none_before() -> None:
-    fleet = Fleet(Coupled(references=2))
+    fleet = MaskFleet(Coupled(references=2))
     sent = []
     for _ in range(3):
         fleet.play(*DEVICES)
@@ -339,7 +339,7 @@ def test_the_first_counts_of_a_large_cohort_travel_whole_as_there_are_none_befor
 
 
 def test_flips_are_coded_with_what_the_last_rounds_net_flips_say_of_each_tensor() -> None:
-    fleet = Fleet(Coupled(lr=0.5, theta0=0.5), mlp(30, 40, 20, 3))
+    fleet = MaskFleet(Coupled(lr=0.5, theta0=0.5), mlp(30, 40, 20, 3))
     for _ in range(2):
         fleet.play(*DEVICES)
     received = fleet.receive("a")

@@ -10,7 +10,7 @@ import pytest
 from edge_kernels import bits, codecs, counter
 from edge_kernels.coupling import coupling_contexts
 from edge_kernels.folding import Tally
-from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
+from mask_fleet import DEVICES, MASKED, M, MaskFleet, local_round, own_mask, steady, steady_task
 from numpy_mlp import assignment, course, mlp, secret
 from rounds import stored
 
@@ -70,7 +70,7 @@ def test_algorithm_2_to_the_letter_weighs_each_round_by_its_own_cohort() -> None
 
 
 def test_algorithm_2_to_the_letter_is_the_same_on_both_sides_and_bounds_theta() -> None:
-    fleet = Fleet(DeltaMask(tally="mean", posterior="mean"))
+    fleet = MaskFleet(DeltaMask(tally="mean", posterior="mean"))
     for _ in range(3):
         fleet.play(*DEVICES)
     theta = fleet.theta().astype(np.float32)
@@ -87,7 +87,7 @@ def test_literal_algorithm_2_needs_its_own_mean() -> None:
 @pytest.mark.parametrize("sampling", ["independent", "common", "device"])
 @pytest.mark.parametrize("codec", ["bits", "rice", "entropy", "auto"])
 def test_an_exact_codec_gives_the_server_the_very_mask(sampling: Any, codec: Any) -> None:
-    fleet = Fleet(DeltaMask(sampling=sampling, codec=codec, kappa=1.0))
+    fleet = MaskFleet(DeltaMask(sampling=sampling, codec=codec, kappa=1.0))
     for _ in range(3):
         fleet.play(*DEVICES)
     for d in DEVICES:
@@ -97,7 +97,7 @@ def test_an_exact_codec_gives_the_server_the_very_mask(sampling: Any, codec: Any
 @pytest.mark.parametrize("codec", ["fuse8", "fuse8-png"])
 def test_a_filters_false_positives_are_flipped_too(codec: Any) -> None:
     big = mlp(300, 100, 3)
-    fleet = Fleet(DeltaMask(codec=codec, sampling="independent"), big)
+    fleet = MaskFleet(DeltaMask(codec=codec, sampling="independent"), big)
     fleet.play("a")
     fleet.play("a")
     wrong = fleet.masks["a"] != own_mask(fleet, "a")
@@ -111,7 +111,7 @@ def test_a_filters_false_positives_are_flipped_too(codec: Any) -> None:
 def test_shared_uniforms_leave_fewer_changes_to_send() -> None:
     sent = {}
     for sampling in ("independent", "device"):
-        fleet = Fleet(DeltaMask(sampling=sampling, codec="rice"))
+        fleet = MaskFleet(DeltaMask(sampling=sampling, codec="rice"))
         fleet.play(*DEVICES)
         fleet.play(*DEVICES)
         sent[sampling] = fleet.local["a"].update.arrays["changes.rice"].nbytes
@@ -170,7 +170,7 @@ def test_an_update_names_the_reference_mask_it_changes(sampling: Any) -> None:
 
 
 def test_a_device_with_another_theta_is_detected_and_recovers_with_a_fresh_downlink() -> None:
-    fleet = Fleet(DeltaMask())
+    fleet = MaskFleet(DeltaMask())
     for _ in range(2):
         fleet.play(*DEVICES)
     t, down = fleet.task("a", 3), fleet.ask("a")

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from federation import PATIENCE, Federation, environment, until
 
-from edge_client import Client, client
+from edge_client import Client
 from edge_client.bundle import Bundle
-from edge_client.exit_codes import ExitCode
+from edge_client.commands.exit_codes import ExitCode
+from edge_client.device import client
 from edge_client.protocol.payload import Payload
 
 datasets = pytest.importorskip("sklearn.datasets")

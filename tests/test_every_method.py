@@ -23,10 +23,10 @@ from edge_bench.testing import Ground, digits, methods
 from edge_kernels import counter
 
 from coord_server.operator.client import Operator
-from edge_client import local
 from edge_client.bundle import Bundle, digest
-from edge_client.client import Client
 from edge_client.compaction.personal import write_personal
+from edge_client.device import local
+from edge_client.device.client import Client
 from edge_client.errors import ConfigError
 from edge_client.files import write_whole
 from edge_client.flat import from_arrays
@@ -185,7 +185,7 @@ def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
         figures = {"parameters_dense": 1, "parameters_compact": 1, "test_samples": len(task.data.y_test)}
         return Report(score=task.score(personal), **figures)
 
-    monkeypatch.setattr("edge_client.conclude.conclude", conclude)
+    monkeypatch.setattr("edge_client.device.conclude.conclude", conclude)
     url, client = operator
     client.upload_bundle(there.bundle.folder)
     config = there.federation(made(name), rounds=3, cohort=2)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from edge_client import errors
+from edge_client.commands.exit_codes import ASKED_FOR, RESTARTED, ExitCode, exit_code
 from edge_client.errors import MaskfleetError
-from edge_client.exit_codes import ASKED_FOR, RESTARTED, ExitCode, exit_code
 
 FINAL = frozenset(ExitCode) - RESTARTED - ASKED_FOR - {ExitCode.DONE}  # what only a person can change
 DOCS = Path(__file__).parent.parent / "docs"

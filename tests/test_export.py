@@ -12,11 +12,11 @@ import onnx
 import pytest
 
 from edge_client.bundle import Bundle, Manifest, views
+from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.compaction.personal import write_personal
 from edge_client.data import check
 from edge_client.equality import TOLERANCE
 from edge_client.errors import ConfigError, DataError, ModelError
-from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.targets import Classification
 from edge_client.task import Personal
 from edge_client.training import open_trainer

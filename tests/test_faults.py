@@ -17,14 +17,14 @@ import pytest
 from federation import PATIENCE, Federation, environment, until
 
 from edge_client.bundle import Bundle
+from edge_client.commands.exit_codes import ExitCode
 from edge_client.errors import ServerError
-from edge_client.exit_codes import ExitCode
+from edge_client.link.remote import Remote
+from edge_client.link.retry import Retry
+from edge_client.link.transport import Transport, content_digest
 from edge_client.protocol.messages import Receipt
 from edge_client.protocol.metrics import METRICS
 from edge_client.protocol.payload import Payload, decode, encode
-from edge_client.remote import Remote
-from edge_client.retry import Retry
-from edge_client.transport import Transport, content_digest
 
 datasets = pytest.importorskip("sklearn.datasets")
 pytest.importorskip("fastapi")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from edge_kernels import bits, codecs, counter
-from mask_fleet import DEVICES, MASKED, Fleet, M, local_round, own_mask, steady, steady_task
+from mask_fleet import DEVICES, MASKED, M, MaskFleet, local_round, own_mask, steady, steady_task
 from numpy_mlp import assignment, course, mlp, secret
 
 from edge_client.errors import ConfigError, PayloadError
@@ -20,7 +20,7 @@ from edge_client.training.gates import sigmoid
 
 def test_fedpm_sends_the_mask_it_drew_at_its_entropy() -> None:
     big = mlp(300, 100, 3)
-    fleet = Fleet(FedPM(theta0=0.9), big)
+    fleet = MaskFleet(FedPM(theta0=0.9), big)
     fleet.play(*DEVICES)
     fleet.play(*DEVICES)
     for d in DEVICES:
@@ -32,7 +32,7 @@ def test_fedpm_sends_the_mask_it_drew_at_its_entropy() -> None:
 
 
 def test_fedpms_counts_say_the_same_as_its_floats_in_fewer_bytes() -> None:
-    fleets = Fleet(FedPM()), Fleet(FedPM(down="counts"))
+    fleets = MaskFleet(FedPM()), MaskFleet(FedPM(down="counts"))
     for fleet in fleets:
         for _ in range(4):
             fleet.play(*DEVICES)
@@ -41,7 +41,7 @@ def test_fedpms_counts_say_the_same_as_its_floats_in_fewer_bytes() -> None:
 
 
 def test_before_the_first_masks_counts_cost_nothing() -> None:
-    assert dict(Fleet(FedPM(down="counts", head="mask", theta0=0.5, spread=1.0)).ask("a").arrays) == {}
+    assert dict(MaskFleet(FedPM(down="counts", head="mask", theta0=0.5, spread=1.0)).ask("a").arrays) == {}
 
 
 def test_devices_and_rounds_draw_their_uploads_from_the_devices_own_secret() -> None:
@@ -71,7 +71,7 @@ def test_the_federation_seed_does_not_reproduce_an_upload() -> None:
 
 @pytest.mark.parametrize("codec", ["bits", "rice", "auto"])
 def test_a_mask_travels_by_the_codec_that_the_settings_name(codec: str) -> None:
-    fleet = Fleet(FedPM(codec=codec))
+    fleet = MaskFleet(FedPM(codec=codec))
     for _ in range(2):
         fleet.play(*DEVICES)
     assert set(fleet.local["a"].update.arrays) == {f"mask.{codec}"}

@@ -12,7 +12,7 @@ from edge_kernels.codecs import counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, course, mlp
-from sign_fleet import MASKED, Fleet, M, first, first_model, fixed_task, grouped, signs_of
+from sign_fleet import MASKED, M, SignFleet, first, first_model, fixed_task, grouped, signs_of
 
 from edge_client.bundle import Init, Model, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
@@ -47,7 +47,7 @@ def test_a_sign_flips_exactly_where_its_latent_falls_below_zero() -> None:
 
 
 def test_the_magnitudes_stay_frozen_and_the_head_learns() -> None:
-    fleet = Fleet(HideNseek(**ALL))
+    fleet = SignFleet(HideNseek(**ALL))
     fleet.play("a")
     before, after = first_model(M).parameters, fleet.local["a"].trained.parameters
     masked = fleet.method.parts(first_model(M)).masked
@@ -69,7 +69,7 @@ def test_latents_start_at_the_radius_times_the_mean_of_the_signs(down: Any) -> N
 
 def test_biases_are_trained_or_as_drawn() -> None:
     for biases, moves in (("local", True), ("frozen", False)):
-        fleet = Fleet(HideNseek(**ALL, biases=biases))
+        fleet = SignFleet(HideNseek(**ALL, biases=biases))
         fleet.play("a")
         assert bool(fleet.local["a"].trained.parameters[M.tensors["0.b"].span].any()) is moves
 
@@ -78,7 +78,7 @@ def test_biases_are_trained_or_as_drawn() -> None:
 
 
 def test_the_majority_counts_samples_and_a_tie_is_plus_one() -> None:
-    fleet = Fleet(HideNseek(keep=1), grouped(mlp(2, 2, 2, bias=False)))
+    fleet = SignFleet(HideNseek(keep=1), grouped(mlp(2, 2, 2, bias=False)))
     fleet.fold({"a": ([1, -1, 1, -1], 3.0), "b": ([-1, 1, 1, -1], 2.0), "c": ([-1, 1, -1, -1], 1.0)})
     assert fleet.state.plus.tolist() == [1, 1, 1, 0]  # 3:3, 3:3, 5:1, 0:6
     fleet.fold({"a": ([1, -1, 1, -1], 1.0), "b": ([-1, 1, 1, -1], 5.0)})
@@ -86,7 +86,7 @@ def test_the_majority_counts_samples_and_a_tie_is_plus_one() -> None:
 
 
 def test_counts_count_every_device_once() -> None:
-    fleet = Fleet(HideNseek(keep=1, down="count"), grouped(mlp(2, 2, 2, bias=False)))
+    fleet = SignFleet(HideNseek(keep=1, down="count"), grouped(mlp(2, 2, 2, bias=False)))
     fleet.fold({"a": ([1, -1, 1, -1], 300.0), "b": ([-1, 1, 1, -1], 2.0), "c": ([-1, 1, 1, -1], 1.0)})
     assert (fleet.state.plus.tolist(), fleet.state.votes) == ([1, 2, 3, 0], 3)
     received = fleet.method.receive(Assignment(fleet.course, 2, "z"), None, fleet.ask("z"))
@@ -113,7 +113,7 @@ def test_the_order_of_the_devices_changes_nothing(down: Any) -> None:
     votes = {d: (rng.choice([-1, 1], MASKED).tolist(), float(n)) for d, n in (("a", 40), ("b", 7), ("c", 33))}
     states = []
     for order in ("abc", "cba", "bca"):
-        fleet = Fleet(HideNseek(keep=1, down=down))
+        fleet = SignFleet(HideNseek(keep=1, down=down))
         fleet.fold({d: votes[d] for d in order})
         states.append(fleet.state.plus.tolist())
     assert states[0] == states[1] == states[2]
@@ -121,20 +121,20 @@ def test_the_order_of_the_devices_changes_nothing(down: Any) -> None:
 
 @pytest.mark.parametrize("down", DOWNS)
 def test_a_federation_of_one_device_has_its_signs(down: Any) -> None:
-    fleet = Fleet(HideNseek(**ALL, down=down))
+    fleet = SignFleet(HideNseek(**ALL, down=down))
     fleet.play("a")
     assert np.array_equal(fleet.personal("a").parameters, fleet.local["a"].trained.parameters)
 
 
 def test_a_claim_of_many_samples_is_clipped() -> None:
-    fleet = Fleet(HideNseek(**ALL))
+    fleet = SignFleet(HideNseek(**ALL))
     a = Assignment(fleet.course, 1, "a")
     update = signs.Update(bits.pack(np.ones(MASKED, np.bool_)), 1e6)
     found = fleet.method.influence(a, fleet.state, update)
     assert found is not None
     assert found.weight == 1e6
     assert fleet.method.limited(a, fleet.state, update, 1.0, 400.0).samples == 400
-    assert Fleet(HideNseek(**ALL, down="count")).method.influence(a, fleet.state, update) is None
+    assert SignFleet(HideNseek(**ALL, down="count")).method.influence(a, fleet.state, update) is None
 
 
 # --- what travels
@@ -142,7 +142,7 @@ def test_a_claim_of_many_samples_is_clipped() -> None:
 
 @pytest.mark.parametrize("down", DOWNS)
 def test_head_biases_and_statistics_never_leave_the_device(down: Any) -> None:
-    fleet = Fleet(HideNseek(epochs=1, down=down))
+    fleet = SignFleet(HideNseek(epochs=1, down=down))
     for _ in range(2):
         fleet.play("a", "b")
     assert all(set(u.arrays) == {"changes.auto"} for u in fleet.up.values())
@@ -152,7 +152,7 @@ def test_head_biases_and_statistics_never_leave_the_device(down: Any) -> None:
 
 
 def test_bits_take_one_bit_a_sign_both_ways() -> None:
-    fleet = Fleet(HideNseek(**ALL, codec="bits"))
+    fleet = SignFleet(HideNseek(**ALL, codec="bits"))
     fleet.play("a")
     assert fleet.up["a"].arrays["changes.bits"].nbytes == bits.size(MASKED)
     assert fleet.ask("a").arrays["changes.bits"].nbytes == bits.size(MASKED)
@@ -163,7 +163,7 @@ def test_bits_take_one_bit_a_sign_both_ways() -> None:
 @pytest.mark.parametrize("down", DOWNS)
 @pytest.mark.parametrize("keep", [1.0, 0.6])
 def test_a_late_device_needs_no_history(down: Any, keep: float) -> None:
-    fleet = Fleet(HideNseek(epochs=1, down=down, keep=keep))
+    fleet = SignFleet(HideNseek(epochs=1, down=down, keep=keep))
     for _ in range(3):
         fleet.play("a", "b")
     late = fleet.personal("z")
@@ -177,14 +177,14 @@ def test_a_late_device_needs_no_history(down: Any, keep: float) -> None:
 
 @pytest.mark.parametrize("down", DOWNS)
 def test_signs_of_a_fleet_that_learns_get_better(down: Any) -> None:
-    fleet = Fleet(HideNseek(epochs=2, down=down, keep=0.8, lr=1.0, radius=0.1), grouped(mlp(6, 24, 16, 3)))
+    fleet = SignFleet(HideNseek(epochs=2, down=down, keep=0.8, lr=1.0, radius=0.1), grouped(mlp(6, 24, 16, 3)))
     for _ in range(5):
         fleet.play("a", "b", "c")
     assert min(fleet.score(d) for d in "abc") > 0.6
 
 
 def test_two_fleets_of_one_seed_send_the_same_bytes() -> None:
-    fleets = [Fleet(HideNseek(epochs=1, keep=0.6, down="count")) for _ in range(2)]
+    fleets = [SignFleet(HideNseek(epochs=1, keep=0.6, down="count")) for _ in range(2)]
     for fleet in fleets:
         fleet.play("a", "b")
         fleet.play("b", "c")
@@ -197,7 +197,7 @@ def test_two_fleets_of_one_seed_send_the_same_bytes() -> None:
 
 
 def test_the_units_travel_once_and_again_when_they_were_lost() -> None:
-    fleet = Fleet(HideNseek(epochs=1, keep=0.6))
+    fleet = SignFleet(HideNseek(epochs=1, keep=0.6))
     fleet.play("a", "b")
     assert UNITS in fleet.down["a"].arrays
     assert fleet.down["a"].arrays[UNITS].nbytes == 2  # 8 + 5 channels
@@ -215,7 +215,7 @@ def test_the_units_travel_once_and_again_when_they_were_lost() -> None:
 
 
 def test_units_that_do_not_fit_are_lost_and_the_next_downlink_has_them() -> None:
-    fleet = Fleet(HideNseek(epochs=1, keep=0.6))
+    fleet = SignFleet(HideNseek(epochs=1, keep=0.6))
     fleet.play("a", "b")
     fleet.kept["b"] = replace(fleet.kept["b"], units=np.zeros(2, np.uint8))
     with pytest.raises(LostError, match="damaged"):
@@ -226,7 +226,7 @@ def test_units_that_do_not_fit_are_lost_and_the_next_downlink_has_them() -> None
 
 
 def test_what_was_pruned_is_zero_and_no_sign_of_it_travels() -> None:
-    fleet = Fleet(HideNseek(epochs=1, keep=0.6, codec="bits"))
+    fleet = SignFleet(HideNseek(epochs=1, keep=0.6, codec="bits"))
     fleet.play("a")
     fleet.play("a")
     kept = unpacked(M, fleet.state.units).channels
@@ -262,7 +262,7 @@ def test_a_model_of_the_smaller_network_keeps_its_statistics_and_what_fits_other
 
 
 def test_training_the_smaller_network_is_training_the_whole_one_with_zeros() -> None:
-    fleet = Fleet(HideNseek(epochs=1, keep=0.6))
+    fleet = SignFleet(HideNseek(epochs=1, keep=0.6))
     t = fleet.task("a")
     units = unpacked(M, fleet.state.units)
     small, n = t.narrow(units.channels), units.small
@@ -317,7 +317,7 @@ def test_the_pruning_runs_once_a_model_however_often_it_is_asked_for(monkeypatch
 
 
 def test_where_every_unit_stays_the_whole_network_is_trained_and_the_units_still_travel() -> None:
-    fleet = Fleet(HideNseek(keep=1, epochs=1))
+    fleet = SignFleet(HideNseek(keep=1, epochs=1))
     fleet.play("a")
     assert network(fleet.course, fleet.state.units).model is fleet.course.model
     assert unpacked(M, fleet.down["a"].arrays[UNITS]).alive.all()
@@ -352,7 +352,7 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("down", DOWNS)
 def test_a_malformed_update_is_refused_in_words(down: Any) -> None:
-    fleet = Fleet(HideNseek(epochs=1, keep=0.6, down=down))
+    fleet = SignFleet(HideNseek(epochs=1, keep=0.6, down=down))
     fleet.play("a", "b")
     good = fleet_update(fleet)
 
@@ -377,7 +377,7 @@ def test_a_malformed_update_is_refused_in_words(down: Any) -> None:
         read(Payload({}, good.meta))
 
 
-def fleet_update(fleet: Fleet) -> Payload:
+def fleet_update(fleet: SignFleet) -> Payload:
     """An update that is due in the fleet's next round."""
     t = fleet.task("a")
     received = fleet.method.receive(t.assignment, None, fleet.ask("new"))
@@ -386,7 +386,7 @@ def fleet_update(fleet: Fleet) -> Payload:
 
 @pytest.mark.parametrize("down", DOWNS)
 def test_a_malformed_downlink_is_refused_in_words(down: Any) -> None:
-    fleet = Fleet(HideNseek(epochs=1, keep=0.6, down=down))
+    fleet = SignFleet(HideNseek(epochs=1, keep=0.6, down=down))
     fleet.play("a", "b", "c")
     good, a = fleet.ask("z"), Assignment(fleet.course, 2, "z")
     name = "changes.auto" if down == "sign" else "counts"

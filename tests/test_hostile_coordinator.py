@@ -23,15 +23,15 @@ from client_rig import PART, Coordinator, Time, device, manifest, numpy_trainer,
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
 from edge_client.bundle import Bundle, Part, digest
+from edge_client.commands.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.errors import BundleError, ConfigError, StorageFullError, UnreachableError
-from edge_client.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.files import RESERVE
-from edge_client.graphs import GRAPH_MOST, check_graph
+from edge_client.graph.check import GRAPH_MOST, check_graph
+from edge_client.link.remote import Remote
+from edge_client.link.remote_bundle import most_bytes, open_remote
+from edge_client.link.retry import Retry
+from edge_client.link.transport import Limit, Transport
 from edge_client.protocol.messages import Wait
-from edge_client.remote import Remote
-from edge_client.remote_bundle import most_bytes, open_remote
-from edge_client.retry import Retry
-from edge_client.transport import Limit, Transport
 
 BUNDLES = Path(__file__).parents[1] / "benchmarks" / "edge_bench" / "bundles"
 REAL_CHECK = check_graph  # the rig replaces the module's
@@ -115,7 +115,7 @@ def test_a_part_without_end_is_cut_off_just_after_its_size(tmp_path: Path) -> No
 
 
 def test_a_manifest_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_client.remote_bundle.MANIFEST_MOST", 1 << 20)
+    monkeypatch.setattr("edge_client.link.remote_bundle.MANIFEST_MOST", 1 << 20)
     with pytest.raises(UnreachableError, match="do not match their SHA-256"):
         open_remote(remote(lambda _: httpx.Response(200, content=endless())), "0" * 64, tmp_path)
 
@@ -193,7 +193,7 @@ def drip(connection: socket.socket) -> None:
 def test_an_answer_that_never_ends_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[[socket.socket], None]
 ) -> None:
-    monkeypatch.setattr("edge_client.transport.Limit", lambda _, streams: Limit(0.6, streams))
+    monkeypatch.setattr("edge_client.link.transport.Limit", lambda _, streams: Limit(0.6, streams))
     part = Part(sha256=digest(PART), size=len(PART))
     with raw(answer) as url:
         for fetch in (
@@ -214,7 +214,7 @@ def test_a_request_has_a_minute_its_wait_and_a_second_for_each_thousand_bytes(
         limits.append(seconds)
         return Limit(seconds, streams)
 
-    monkeypatch.setattr("edge_client.transport.Limit", noted)
+    monkeypatch.setattr("edge_client.link.transport.Limit", noted)
     wait, part = Wait(reason="r", poll_after=1.0), Part(sha256=digest(PART), size=len(PART))
     message = remote(lambda _: httpx.Response(200, content=wait.model_dump_json()))
     message.ask("GET", "/x", Wait, "asking", wait=25.0)
@@ -240,7 +240,7 @@ def test_answers_that_bring_no_work_at_once_are_not_a_busy_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept = list[float]()
-    monkeypatch.setattr("edge_client.retry.time.sleep", slept.append)
+    monkeypatch.setattr("edge_client.link.retry.time.sleep", slept.append)
     waits = [Wait(reason="r", poll_after=after).model_dump_json() for after in (0.0, 0.0, 0.1, 3600.0)]
     coordinator = Coordinator()
     coordinator.fault = lambda r: (
@@ -372,7 +372,7 @@ def test_a_small_graph_cannot_ask_for_much_memory_or_many_steps(
 
 def test_a_refused_graph_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is checked before it has its name, so no later run finds it either."""
-    monkeypatch.setattr("edge_client.remote_bundle.check_graph", REAL_CHECK)
+    monkeypatch.setattr("edge_client.link.remote_bundle.check_graph", REAL_CHECK)
     coordinator = Coordinator()
     for asked in (0, 1):  # the second time it has joined: a round may wait for it
         with pytest.raises(BundleError, match=r"train\.onnx is refused: it is not an ONNX graph"):
@@ -406,7 +406,7 @@ BUSY = {
 def test_a_signal_ends_a_client_whatever_it_is_doing(busy: str, number: signal.Signals, code: ExitCode) -> None:
     program = (
         "import hashlib, socket, time\n"
-        "from edge_client.stopping import end_on_signals\n"
+        "from edge_client.commands.stopping import end_on_signals\n"
         "def ready(): print('ready', flush=True)\n"
         "end_on_signals()\n"
         f"exec({busy!r})\n"

@@ -20,8 +20,8 @@ from numpy_mlp import clusters, mlp
 from rounds import Rounds
 
 from edge_client.bundle import MANIFEST, Manifest
+from edge_client.commands.inspection import bundle, payload
 from edge_client.errors import PayloadError
-from edge_client.inspection import bundle, payload
 from edge_client.methods import make_method
 from edge_client.protocol.metrics import METRICS, apart
 from edge_client.protocol.payload import Payload, encode

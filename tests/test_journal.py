@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge_client.commands.exit_codes import ExitCode, exit_code
+from edge_client.device.journal import Journal, Pending
 from edge_client.errors import ConfigError, LostError, StateError
-from edge_client.exit_codes import ExitCode, exit_code
-from edge_client.journal import Journal, Pending
 from edge_client.protocol.messages import Enrolled
 
 

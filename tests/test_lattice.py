@@ -12,7 +12,7 @@ from edge_kernels import bits, counter, lattice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from lattice_fleet import NORMED, D, Fleet, M, Pull, pull, samples
+from lattice_fleet import NORMED, D, LatticeFleet, M, Pull, pull, samples
 from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp, clusters, mlp, model
 
@@ -52,7 +52,7 @@ def test_two_devices_by_hand() -> None:
     trainer = Pull(M, np.zeros((3, D), np.float32))
     trainer.directions[0, 0], trainer.directions[1, 1] = -2.0, 4.0
     method = Lattice(epochs=1, quantum=0.5, lr=1.0, momentum=0.0, server_momentum=0.0)
-    fleet = Fleet(method, {"a": samples(0, 8), "b": samples(1, 24)}, cohort=2, trainer=trainer)
+    fleet = LatticeFleet(method, {"a": samples(0, 8), "b": samples(1, 24)}, cohort=2, trainer=trainer)
     fleet.play("a", "b")
     # Round 1: "a" moves weight 0 by 2, "b" weight 1 by -4. The first tensor has 30 of the 53 parameters.
     own = {d: np.sqrt(np.array([c**2 / 30, 0, 0, 0], np.float64)).astype(np.float32) for d, c in (("a", 2), ("b", 4))}
@@ -83,7 +83,7 @@ def test_the_model_is_the_weighted_mean_in_expectation_also_when_devices_do_not_
     data = {"a": samples(0, 4), "b": samples(1, 8), "c": samples(2, 12)}
     trainer, runs, total = pull(), 150, np.zeros(D)
     for seed in range(runs):
-        fleet = Fleet(
+        fleet = LatticeFleet(
             Lattice(epochs=1, quantum=2, lr=0.1, server_momentum=0.0), data, seed=seed, cohort=cohort, trainer=trainer
         )
         fleet.play(*"abc")
@@ -107,7 +107,7 @@ def test_a_round_of_large_or_of_small_devices_is_their_weighted_mean_and_no_more
     trainer, runs, total = pull(), 150, np.zeros(D)
     for seed in range(runs):
         method = Lattice(epochs=1, quantum=2, lr=0.1, batch=512, server_momentum=0.0)
-        fleet = Fleet(method, data, seed=seed, trainer=trainer)
+        fleet = LatticeFleet(method, data, seed=seed, trainer=trainer)
         fleet.play(*first)
         before = fleet.due()
         fleet.play(*cohort)
@@ -122,7 +122,7 @@ def test_a_federation_of_one_device_equals_local_training_in_expectation() -> No
     data = {"a": clusters(M, 1)}
     total, runs = np.zeros(D), 200
     for seed in range(runs):
-        fleet = Fleet(Lattice(epochs=1, quantum=3, batch=40), data, seed=seed, cohort=1, trainer=NumpyMlp(M))
+        fleet = LatticeFleet(Lattice(epochs=1, quantum=3, batch=40), data, seed=seed, cohort=1, trainer=NumpyMlp(M))
         fleet.play("a")
         trained = fleet.local["a"].trained.parameters - fleet.course.model.parameters
         total += fleet.due() - trained
@@ -133,7 +133,7 @@ def test_a_federation_of_one_device_equals_local_training_in_expectation() -> No
 def test_permuting_the_devices_changes_nothing_given_their_places() -> None:
     data = {"a": samples(0, 8), "b": samples(1, 24), "c": samples(2, 16)}
     renamed = {"x": data["c"], "y": data["a"], "z": data["b"]}
-    one, two = Fleet(Lattice(epochs=1, lr=0.1), data), Fleet(Lattice(epochs=1, lr=0.1), renamed)
+    one, two = LatticeFleet(Lattice(epochs=1, lr=0.1), data), LatticeFleet(Lattice(epochs=1, lr=0.1), renamed)
     for _ in range(4):
         one.play("a", "b", "c")
         two.play("y", "z", "x")
@@ -172,7 +172,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
         patch.setattr(settings_module, "LEAST", 0.0)
         method = Lattice(epochs=1, quantum=quantum, lr=0.1, budget=budget, average=average)
         rounds = len(pattern) + (not done)
-        fleet = Fleet(method, {d: samples(ord(d) % 3) for d in "abcd"}, rounds=rounds, m=m)
+        fleet = LatticeFleet(method, {d: samples(ord(d) % 3) for d in "abcd"}, rounds=rounds, m=m)
         fleet.state = replace(fleet.state, coarser=coarser)
         after: list[NDArray[np.float64]] = []
         statistics: list[F32] = []
@@ -216,7 +216,7 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
 
 
 def test_only_a_device_that_lost_its_state_is_lost_and_its_next_downlink_holds_everything() -> None:
-    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE)
     for _ in range(3):
         fleet.play(*"abc")
     assert not fleet.lost
@@ -234,7 +234,7 @@ def test_only_a_device_that_lost_its_state_is_lost_and_its_next_downlink_holds_e
 
 
 def test_a_late_device_receives_one_merged_change_and_steps_travel_once() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play(*"abc")
     fleet.play(*"abc")
     for _ in range(4):
@@ -250,12 +250,12 @@ def test_a_late_device_receives_one_merged_change_and_steps_travel_once() -> Non
 
 
 def test_two_bad_rounds_halve_the_steps_and_leave_the_model_where_it_is() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play(*"abc", gain=1.0)
     fleet.play(*"abc", gain=-1.0)
     fleet.play(*"abc", gain=1.0)
     assert (fleet.state.bad, fleet.state.level) == (1, MIDDLE)
-    unguarded = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, guard=False), THREE)
+    unguarded = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1, guard=False), THREE)
     for _ in range(4):
         unguarded.play(*"abc", gain=1.0)
     fleet.play(*"abc", gain=1.0)
@@ -271,7 +271,7 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
 ) -> None:
     def played(budget: float, average: float = 0.0) -> list[int]:
         method = Lattice(epochs=1, quantum=0.25, lr=0.1, budget=budget, average=average, server_momentum=0.0)
-        fleet = Fleet(method, THREE, rounds=14)
+        fleet = LatticeFleet(method, THREE, rounds=14)
         for _ in range(14):
             fleet.play(*"abc")
         if budget < 10:  # beyond, steps would be coarser than the budget may make them
@@ -289,7 +289,7 @@ def test_levels_rise_as_far_as_the_budget_asks_and_wait_until_the_bytes_show_it(
 
 @pytest.mark.parametrize(("quantum", "top"), [(0.25, 5), (2.5, 2), (4.9, 1), (5.0, 1), (5.1, 0), (10.0, 0), (40.0, 0)])
 def test_the_budget_asks_for_no_steps_beyond_a_quantum_of_ten(quantum: float, top: int) -> None:
-    fleet = Fleet(Lattice(quantum=quantum), THREE)
+    fleet = LatticeFleet(Lattice(quantum=quantum), THREE)
     assert fleet.method.top == MIDDLE + top
     assert raised(fleet.state, 1e9, fleet.method.top).level == MIDDLE + min(top, 3)
     high = replace(fleet.state, level=MIDDLE + top + 1)
@@ -298,9 +298,9 @@ def test_the_budget_asks_for_no_steps_beyond_a_quantum_of_ten(quantum: float, to
 
 @pytest.mark.parametrize(("rounds", "due"), [(1, 0.25), (2, 0.8), (3, 1.8), (4, 3.2), (5, 5.0), (60, 5.0)])
 def test_a_run_of_few_rounds_begins_with_finer_steps(rounds: int, due: float) -> None:
-    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE, rounds=rounds)
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE, rounds=rounds)
     assert fleet.method.first_quantum(fleet.course) == pytest.approx(due)
-    like = Fleet(Lattice(epochs=1, lr=0.1, quantum=due), THREE)
+    like = LatticeFleet(Lattice(epochs=1, lr=0.1, quantum=due), THREE)
     for each in (fleet, like):
         each.play(*"abc")
     assert np.allclose(fleet.state.steps, like.state.steps)
@@ -309,7 +309,7 @@ def test_a_run_of_few_rounds_begins_with_finer_steps(rounds: int, due: float) ->
 
 def test_one_round_alone_applies_what_a_longer_run_leaves_for_the_next_rounds() -> None:
     def missing(rounds: int) -> float:
-        fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE, rounds=rounds)
+        fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE, rounds=rounds)
         fleet.play(*"abc")
         due = -0.1 * fleet.trainer.directions.mean(axis=0)
         return float(np.linalg.norm(fleet.moved() - due) / np.linalg.norm(due))
@@ -328,7 +328,7 @@ def test_moves_are_a_level_higher_from_16_times_the_mean_samples_on(samples: int
 
 
 def test_the_moves_of_a_device_of_very_many_samples_are_coarse_and_mean_what_they_should() -> None:
-    fleet = Fleet(Lattice(epochs=1, batch=4096, lr=0.1, quantum=2.5), {**THREE, "c": samples(2, 8 * 100)})
+    fleet = LatticeFleet(Lattice(epochs=1, batch=4096, lr=0.1, quantum=2.5), {**THREE, "c": samples(2, 8 * 100)})
     fleet.play("a", "b")
     received, before = fleet.receive("c"), fleet.state
     fleet.play("a", "b", "c")
@@ -365,13 +365,13 @@ def test_the_budget_is_a_share_of_fedavgs_bytes_and_six_kilobytes_at_least() -> 
 def test_the_rounds_between_two_of_a_device_are_the_fleet_by_the_updates_of_a_round(
     fleet: int, rounds: list[int], due: float
 ) -> None:
-    start = Fleet(Lattice(), THREE).state
+    start = LatticeFleet(Lattice(), THREE).state
     state = replace(start, fleet=fleet, first=3, round=2 + len(rounds), reports=sum(rounds))
     assert between(state, rounds[-1]) == pytest.approx(due)
 
 
 def test_a_change_over_more_rounds_than_the_history_counts_as_one_over_the_history() -> None:
-    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
+    start = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE).state
 
     def late(round_: int, first: int = 1) -> tuple[int, int, float]:
         return lateness(replace(start, first=first, round=round_), 100.0)
@@ -384,7 +384,7 @@ def test_a_change_over_more_rounds_than_the_history_counts_as_one_over_the_histo
 
 
 def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_updates() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     for _ in range(3):
         fleet.play(*"abc")
     assert settled(fleet.state, 2)
@@ -398,7 +398,7 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
 
 
 def test_cells_are_coarse_where_devices_are_many_rounds_apart_and_the_run_is_long_enough() -> None:
-    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
+    start = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE).state
     assert [coarsest(start, n, 60) for n in (1.0, 2.0, 3.9, 4.0, 50.0)] == [0, 0, 0, 2, 2]
     assert [coarsest(start, 5.0, rounds) for rounds in (2, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
     assert coarsest(replace(start, level=MIDDLE + 1), 50.0, 60) == 0  # the fleet grew after moves had become coarser
@@ -406,7 +406,7 @@ def test_cells_are_coarse_where_devices_are_many_rounds_apart_and_the_run_is_lon
 
 
 def test_with_coarse_cells_moves_are_finer() -> None:
-    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
+    start = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE).state
 
     def after(level: int, cells: int = 2) -> tuple[int, int]:
         """The levels of moves, less MIDDLE, and of cells above them."""
@@ -418,7 +418,7 @@ def test_with_coarse_cells_moves_are_finer() -> None:
 
 
 def test_moves_rise_by_a_level_for_each_factor_of_two_up_to_the_top() -> None:
-    start = Fleet(Lattice(epochs=1, lr=0.1), THREE).state
+    start = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE).state
 
     def after(level: int, need: float, top: int) -> int:
         return raised(replace(start, level=MIDDLE + level), need, MIDDLE + top).level - MIDDLE
@@ -428,7 +428,7 @@ def test_moves_rise_by_a_level_for_each_factor_of_two_up_to_the_top() -> None:
 
 
 def test_beyond_the_budget_moves_rise_where_devices_are_near_and_cells_become_coarse_where_they_are_far() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0), THREE, rounds=30)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0), THREE, rounds=30)
     fleet.play(*"abc")
     fleet.play(*"abc")
     total = Total(np.zeros(D), Mean(0), sizes=[1])
@@ -445,7 +445,7 @@ def test_beyond_the_budget_moves_rise_where_devices_are_near_and_cells_become_co
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_near_the_end_of_32_bits_n_changes_by_whole_cells_or_not_at_all(sign: int) -> None:
     near = sign * (2**30 - 192)  # whole in units of 64, as after two steps of the guard
-    state = replace(Fleet(Lattice(), THREE).state, counts=np.full(D, near, np.int32), lowest=MIDDLE - 2)
+    state = replace(LatticeFleet(Lattice(), THREE).state, counts=np.full(D, near, np.int32), lowest=MIDDLE - 2)
     out, residual, _ = method_module.applied(state, np.full(D, 10.0 * sign), 0.0)
     assert set(out.tolist()) == {near}
     assert set(residual.tolist()) == {sign * 10.0 * 2**MIDDLE}
@@ -455,7 +455,7 @@ def test_near_the_end_of_32_bits_n_changes_by_whole_cells_or_not_at_all(sign: in
 
 
 def test_nothing_rises_from_the_first_round_of_the_mean_on_and_the_guard_ends_at_level_0() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0, average=0.5), THREE, rounds=12)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0, average=0.5), THREE, rounds=12)
     fleet.play(*"abc")
     fleet.play(*"abc")
     total = Total(np.zeros(D), Mean(0), sizes=[1])
@@ -471,7 +471,7 @@ def test_nothing_rises_from_the_first_round_of_the_mean_on_and_the_guard_ends_at
 def test_n_moves_onto_coarser_cells_and_loses_nothing() -> None:
     counts = np.array([0, 100, -100, 300, 3 * 256, -700], np.int32)
     state = replace(
-        Fleet(Lattice(), THREE).state,
+        LatticeFleet(Lattice(), THREE).state,
         counts=counts,
         residual=np.full(6, 60.0, np.float32),
         velocity=np.zeros(6, np.float32),
@@ -488,7 +488,7 @@ def test_n_moves_onto_coarser_cells_and_loses_nothing() -> None:
 
 
 def test_a_new_device_receives_n_in_whole_cells_once_they_are_coarse() -> None:
-    fleet = Fleet(
+    fleet = LatticeFleet(
         Lattice(epochs=1, quantum=0.25, lr=0.1, server_momentum=0.0), {**THREE, "d": samples(3, 40)}, rounds=14
     )
     for _ in range(3):
@@ -513,7 +513,7 @@ def test_both_sides_hold_the_same_numbers_where_the_budget_makes_cells_coarse(
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
     names = [f"device-{i}" for i in range(24)]
     method = Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1e9)
-    fleet = Fleet(method, {d: samples(i % 3) for i, d in enumerate(names)}, seed=seed, rounds=20)
+    fleet = LatticeFleet(method, {d: samples(i % 3) for i, d in enumerate(names)}, seed=seed, rounds=20)
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(names) for _ in range(3)])
     for round_ in range(1, 21):
@@ -531,7 +531,7 @@ def test_both_sides_hold_the_same_numbers_where_the_budget_makes_cells_coarse(
 
 def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1.0), THREE, rounds=14)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1.0), THREE, rounds=14)
     fleet.play(*"abc")
     fleet.play(*"abc")
     course, state = fleet.course, fleet.state
@@ -555,7 +555,7 @@ def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = Fleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=6.0), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=6.0), THREE)
     fleet.play(*"abc", gain=-1.0)
     for round_ in range(2, 9):
         fleet.play("a", "b", gain=1.0 if round_ > 6 else -1.0)
@@ -568,14 +568,14 @@ def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one
 
 def test_a_model_with_more_parameters_than_the_coder_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(method_module, "MOST_PARAMETERS", D)
-    Fleet(Lattice(), THREE)
+    LatticeFleet(Lattice(), THREE)
     monkeypatch.setattr(method_module, "MOST_PARAMETERS", D - 1)
     with pytest.raises(ConfigError, match=f"{D} trainable parameters and Lattice codes {D - 1} at most"):
-        Fleet(Lattice(), THREE)
+        LatticeFleet(Lattice(), THREE)
 
 
 def test_the_mean_samples_are_those_of_all_updates_so_far() -> None:
-    fleet = Fleet(Lattice(epochs=1, lr=0.1), {"a": samples(0, 4), "b": samples(1, 8), "c": samples(0, 12)})
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), {"a": samples(0, 4), "b": samples(1, 8), "c": samples(0, 12)})
     for cohort, mean in (("ab", 6.0), ("c", 8.0), ("abc", 8.0), ("c", 60 / 7)):
         fleet.play(*cohort)
         assert fleet.state.samples == pytest.approx(mean)
@@ -585,7 +585,7 @@ def test_the_mean_samples_are_those_of_all_updates_so_far() -> None:
 def test_after_the_last_round_every_device_receives_the_mean_of_the_last_rounds_in_quarters_of_a_move(
     covered: int,
 ) -> None:
-    fleet, after = Fleet(Lattice(epochs=1, quantum=0.5, lr=0.1, average=covered / 8), THREE, rounds=8), []
+    fleet, after = LatticeFleet(Lattice(epochs=1, quantum=0.5, lr=0.1, average=covered / 8), THREE, rounds=8), []
     for round_ in range(8):
         fleet.play(*("abc" if round_ < 5 else "ab"))
         after.append(fleet.moved())
@@ -603,7 +603,7 @@ def test_the_budget_raises_nothing_while_rounds_are_bad_and_goes_on_after_good_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = Fleet(Lattice(epochs=1, quantum=0.5, lr=0.1, budget=1e9), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.5, lr=0.1, budget=1e9), THREE)
     for due in (MIDDLE, MIDDLE - 1, MIDDLE - 1, MIDDLE - 2):
         fleet.play(*"abc", gain=1.0)
         assert (fleet.state.level, fleet.state.cell) == (due, due)
@@ -613,19 +613,19 @@ def test_the_budget_raises_nothing_while_rounds_are_bad_and_goes_on_after_good_o
 
 @pytest.mark.parametrize(("gains", "bad"), [((-1, 1, 1), 1), ((-1, -1, 1), 0), ((-5, 0, 9), 0), ((-9, 2, 1), 1)])
 def test_a_round_is_bad_when_most_of_its_devices_say_so(gains: tuple[float, ...], bad: int) -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play(*"abc", gain=dict(zip("abc", gains, strict=True)))
     assert fleet.state.bad == bad
 
 
 def test_of_an_even_number_of_devices_one_more_than_half_must_say_so() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play("a", "b", gain={"a": -1.0, "b": 1.0})
     assert fleet.state.bad == 0
 
 
 def test_a_federation_whose_first_rounds_were_left_out_begins_with_the_next() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     fleet.play(*"abc", dropped=True)
     fleet.play(*"abc", dropped=True)
     assert not fleet.state.steps.any()
@@ -648,7 +648,7 @@ def test_a_federation_whose_first_rounds_were_left_out_begins_with_the_next() ->
 
 @pytest.mark.parametrize("coarser", [0, 2])
 def test_what_the_server_does_not_apply_stays_in_the_residual(coarser: int) -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, server_momentum=0.0), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1, server_momentum=0.0), THREE)
     fleet.state = replace(fleet.state, coarser=coarser)
     fleet.play(*"abc")
     cell = 2 ** (MIDDLE + coarser)
@@ -668,7 +668,7 @@ def test_the_server_moves_further_where_rounds_agree(most: float) -> None:
 
     In the third round one of the cohort of three is missing, a round later the level is another.
     """
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1, server_momentum=most), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1, server_momentum=most), THREE)
     fleet.play(*"abc")
     due = fleet.state.counts + fleet.state.residual.astype(np.float64)
     assert np.allclose(fleet.state.velocity, due, rtol=1e-5)  # no round came before
@@ -692,7 +692,7 @@ def test_the_server_moves_further_where_rounds_agree(most: float) -> None:
 
 def test_whole_sums_of_moves_leave_nothing_when_the_cell_is_the_level() -> None:
     zero = {"counts": np.zeros(5, np.int32), "residual": np.zeros(5, np.float32), "velocity": np.zeros(5, np.float32)}
-    state = replace(Fleet(Lattice(), THREE).state, **zero)
+    state = replace(LatticeFleet(Lattice(), THREE).state, **zero)
     sums = np.array([-3.0, -1.0, 0.0, 1.0, 700.0])
     change, left, _ = method_module.applied(state, sums, 0.0)
     assert np.array_equal(change, sums * 2**MIDDLE)
@@ -709,13 +709,13 @@ def test_a_sum_is_rounded_away_from_0_only_from_seven_tenths_of_a_cell() -> None
     """From half a cell, as one rounds else, N would move to and fro with the noise of sums about half a cell."""
     left = np.array([0.5, 0.6, 0.69, 0.71, 1.69, 1.71, -0.5, -0.69, -0.71, -1.71]) * 2**MIDDLE
     zero = {"counts": np.zeros(10, np.int32), "velocity": np.zeros(10, np.float32)}
-    state = replace(Fleet(Lattice(), THREE).state, residual=left.astype(np.float32), **zero)
+    state = replace(LatticeFleet(Lattice(), THREE).state, residual=left.astype(np.float32), **zero)
     change, after, _ = method_module.applied(state, np.zeros(10), 0.0)
     assert (change / 2**MIDDLE).tolist() == [0, 0, 0, 1, 1, 2, 0, 0, -1, -2]
     assert after == pytest.approx(left - change, abs=1e-4)
 
 
-def _moves(fleet: Fleet, device: str, place: int) -> NDArray[np.int32]:
+def _moves(fleet: LatticeFleet, device: str, place: int) -> NDArray[np.int32]:
     """The numbers that a device sent in the last round; the model before it is what the device kept."""
     a = Assignment(fleet.course, fleet.round, device, place)
     known = lattice.up(dither(a, D), spans(trainable(M)), np.abs(fleet.kept[device].counts) >> MIDDLE)
@@ -726,7 +726,7 @@ def test_the_moves_of_the_first_round_are_in_steps_of_a_quarter_of_the_quantum()
     """ "a" moves one of 30 weights, of 53 in all, by 2: its step is 1/4 q K sqrt(30) / 53 * 2, its move 2 steps."""
     trainer = Pull(M, np.zeros((3, D), np.float32))
     trainer.directions[0, 0] = -2.0
-    fleet = Fleet(Lattice(epochs=1, quantum=0.5, lr=1.0, momentum=0.0), THREE, trainer=trainer)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.5, lr=1.0, momentum=0.0), THREE, trainer=trainer)
     fleet.play(*"abc")
     own = 2 / (0.25 * 0.5 * 3 * 30**0.5 / 53 * 2)
     assert own == pytest.approx(25.8, abs=0.1)
@@ -739,7 +739,7 @@ def test_the_server_s_statistics_are_the_mean_of_what_the_devices_sent_weighted_
     One, two and three steps add a quarter each, so the three send different statistics.
     """
     data = {"a": samples(0, 4), "b": samples(1, 8), "c": samples(2, 12)}
-    fleet = Fleet(Lattice(epochs=1, lr=0.1, batch=4), data, m=NORMED, trainer=pull(NORMED))
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1, batch=4), data, m=NORMED, trainer=pull(NORMED))
     before = fleet.state.statistics
     held = batch_norm.numbers(before)
     assert (before != batch_norm.values(held)).all()
@@ -749,7 +749,7 @@ def test_the_server_s_statistics_are_the_mean_of_what_the_devices_sent_weighted_
 
 
 def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:
-    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
     fleet.play(*"abc")
     fleet.play(*"abc")
     fleet.play("a", "b")
@@ -757,7 +757,7 @@ def test_statistics_are_averaged_and_travel_as_changes_or_stay_local() -> None:
     for device in ("a", "c", "new"):  # one of them missed a round, one has nothing
         assert np.array_equal(fleet.receive(device).statistics, batch_norm.as_sent(fleet.state.statistics))
     assert not fleet.lost
-    own = Fleet(Lattice(epochs=1, lr=0.1, statistics="local"), THREE, m=NORMED, trainer=pull(NORMED))
+    own = LatticeFleet(Lattice(epochs=1, lr=0.1, statistics="local"), THREE, m=NORMED, trainer=pull(NORMED))
     own.play(*"abc")
     own.play("a", "b")
     assert set(own.local["a"].update.arrays) == {MOVES}
@@ -792,7 +792,7 @@ def test_rounding_of_statistics_at_random_is_right_on_average() -> None:
 
 
 def test_a_statistic_that_an_update_makes_infinite_is_refused() -> None:
-    fleet = Fleet(Lattice(epochs=1, lr=0.1), {"a": samples(0)}, m=NORMED, trainer=pull(NORMED), cohort=1)
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), {"a": samples(0)}, m=NORMED, trainer=pull(NORMED), cohort=1)
     fleet.play("a")
     far = np.full(4, 3e38, np.float32)
     fleet.state = replace(fleet.state, statistics=-far)
@@ -841,7 +841,7 @@ def test_the_dither_of_a_full_cohort_is_stratified_and_its_ends_are_known_from_o
 
 
 def test_one_hostile_update_moves_the_model_no_further_than_the_limit() -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     for _ in range(2):
         fleet.play(*"abc")
     a = Assignment(fleet.course, 3, "a")
@@ -859,7 +859,7 @@ def test_one_hostile_update_moves_the_model_no_further_than_the_limit() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_an_update_s_statistics_are_limited_with_its_moves(first: bool) -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE, m=NORMED, trainer=pull(NORMED))
     fleet.play(*"abc")
     each = np.ones(len(trainable(NORMED).blocks), np.float32) if first else None
     change = np.array([8.0, -4.0, 0.0, 2.0], np.float32)
@@ -897,7 +897,7 @@ def _bad_updates() -> dict[str, Callable[[Payload], Payload]]:
 @pytest.mark.parametrize("kind", sorted(_bad_updates()))
 @pytest.mark.parametrize("round_", [1, 3])
 def test_a_hostile_update_is_refused(kind: str, round_: int) -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=0.5, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.5, lr=0.1), THREE)
     for _ in range(round_ - 1):
         fleet.play(*"abc")
     fleet.change = lambda device, update: _bad_updates()[kind](update) if device == "b" else update
@@ -907,14 +907,14 @@ def test_a_hostile_update_is_refused(kind: str, round_: int) -> None:
 
 @pytest.mark.parametrize("each", [[-1, 1, 1, 1], [3e38, 1, 1, 1], [np.nan, 1, 1, 1], [1, 1]])
 def test_a_hostile_rms_is_refused(each: list[float]) -> None:
-    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE)
     fleet.change = lambda device, p: replace(p, arrays={**p.arrays, "rms": np.array(each, np.float32)})
     with pytest.raises(PayloadError):
         fleet.play(*"abc")
 
 
 def test_numbers_beyond_the_limit_are_refused() -> None:
-    fleet = Fleet(Lattice(epochs=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE)
     fleet.play(*"abc")
     a = Assignment(fleet.course, 2, "b", 1)
     moves = np.full(D, 40_000, np.int32)
@@ -928,7 +928,7 @@ def test_numbers_beyond_the_limit_are_refused() -> None:
 
 @pytest.mark.parametrize("base", ["zero", "held"])
 def test_a_damaged_downlink_is_refused_or_reported_as_lost(base: str) -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
     for _ in range(3):
         fleet.play(*"abc")
     device = "a" if base == "held" else "new"
@@ -952,7 +952,7 @@ def test_a_damaged_downlink_is_refused_or_reported_as_lost(base: str) -> None:
 def test_with_cosine_the_rate_falls_to_a_twentieth(epochs: int, due: list[float]) -> None:
     """Step i of n has the rate .05 + .95 (1 + cos(pi i / n)) / 2; half-way .05 + .95 / 2. The slope is 1."""
     trainer = Pull(M, np.ones((3, D), np.float32))
-    t = replace(Fleet(Lattice(), THREE).task("a"), trainer=trainer)
+    t = replace(LatticeFleet(Lattice(), THREE).task("a"), trainer=trainer)
     plan = Plan(epochs, 8, 1.0, momentum=0.0, cosine=True)
     assert -train(t, np.zeros(D, np.float32), NONE, plan).parameters == pytest.approx(sum(due))
     constant = train(t, np.zeros(D, np.float32), NONE, replace(plan, cosine=False))
@@ -961,7 +961,7 @@ def test_with_cosine_the_rate_falls_to_a_twentieth(epochs: int, due: list[float]
 
 def test_training_lowers_the_loss_at_a_small_part_of_the_bytes() -> None:
     data = {d: clusters(M, i) for i, d in enumerate("abc")}
-    fleet = Fleet(Lattice(epochs=1, lr=0.05), data, trainer=NumpyMlp(M))
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.05), data, trainer=NumpyMlp(M))
     losses = []
     for _ in range(30):
         fleet.play(*"abc")
@@ -972,7 +972,7 @@ def test_training_lowers_the_loss_at_a_small_part_of_the_bytes() -> None:
 
 @pytest.mark.parametrize("few", [4, 10, 20])
 def test_an_honest_device_of_few_samples_is_not_limited_for_the_noise_of_few_moves(few: int) -> None:
-    fleet = Fleet(Lattice(epochs=1, quantum=2), {d: samples(i, 8) for i, d in enumerate("abc")})
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=2), {d: samples(i, 8) for i, d in enumerate("abc")})
     fleet.play(*"abc")
     state = replace(fleet.state, samples=100.0)
     a, moves = fleet.task("a").assignment, np.zeros(D, np.int32)
@@ -986,9 +986,9 @@ def test_an_honest_device_of_few_samples_is_not_limited_for_the_noise_of_few_mov
 
 
 def test_a_huge_sum_of_moves_stays_a_whole_number() -> None:
-    change, *_ = method_module.applied(Fleet(Lattice(), THREE).state, np.full(D, 1e12), 0.3)
+    change, *_ = method_module.applied(LatticeFleet(Lattice(), THREE).state, np.full(D, 1e12), 0.3)
     assert (change > 0).all()
     assert (change < 2**31).all()
-    _, left, velocity = method_module.applied(Fleet(Lattice(), THREE).state, np.full(D, 1e60), 0.3)
+    _, left, velocity = method_module.applied(LatticeFleet(Lattice(), THREE).state, np.full(D, 1e60), 0.3)
     assert np.isfinite(left).all()
     assert np.isfinite(velocity).all()

@@ -11,7 +11,7 @@ from channel_groups import between
 from edge_kernels.channels import ChannelGroup, LayerKind, Place
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lattice_fleet import Fleet, pull, samples
+from lattice_fleet import LatticeFleet, pull, samples
 from numpy_mlp import NumpyMlp, clusters, grouped, mlp, model
 
 from edge_client.bundle import F32, Init, Layer, Manifest, Tensor, views
@@ -56,13 +56,13 @@ def pruning(**more: Any) -> Lattice:
     return Lattice(**{name: value for name, value in table.items() if pruned or not name.startswith("prune")})
 
 
-def channels(fleet: Fleet) -> dict[str, list[int]]:
+def channels(fleet: LatticeFleet) -> dict[str, list[int]]:
     """The units that are left, as the server has them."""
     assert fleet.state.units is not None
     return {name: list(kept) for name, kept in unpacked(fleet.m, fleet.state.units).channels.items()}
 
 
-def whole_weights(fleet: Fleet) -> F32:
+def whole_weights(fleet: LatticeFleet) -> F32:
     """The server's model as a vector of the whole network, zero where a unit is gone; by the definition of N."""
     unit = np.asarray(fleet.state.steps, np.float64) / 2**MIDDLE / fleet.cohort
     tensors = dict(views(fleet.m.parameters, fleet.course.model.parameters.copy()))
@@ -152,7 +152,7 @@ def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid_module, "HISTORY", history)
-        fleet = Fleet(pruning(prune_after=after), FOUR, m=M)
+        fleet = LatticeFleet(pruning(prune_after=after), FOUR, m=M)
         fleet.state = replace(fleet.state, coarser=coarser)
         for round_, devices in enumerate(pattern, 1):
             if losses.get(round_) in fleet.kept:
@@ -177,7 +177,7 @@ def test_a_pruning_that_would_remove_no_unit_is_refused() -> None:
 
 @pytest.mark.parametrize("left_out", [{2}, {1, 2}, {1, 2, 3}, {3}])
 def test_a_pruning_whose_round_counted_no_update_is_done_before_the_next(left_out: set[int]) -> None:
-    fleet = Fleet(pruning(), THREE, m=M, trainer=pull(M))
+    fleet = LatticeFleet(pruning(), THREE, m=M, trainer=pull(M))
     for round_ in range(1, 7):
         fleet.play(*"abc", dropped=round_ in left_out)
     assert fleet.state.units is not None
@@ -189,7 +189,7 @@ def test_a_pruning_whose_round_counted_no_update_is_done_before_the_next(left_ou
 
 
 def test_the_pruning_leaves_every_other_weight_as_it_is() -> None:
-    dense, pruned = (Fleet(pruning(prune=p), THREE, m=M) for p in (None, 0.5))
+    dense, pruned = (LatticeFleet(pruning(prune=p), THREE, m=M) for p in (None, 0.5))
     for fleet in (dense, pruned):
         fleet.play(*"abc")
         fleet.play(*"ab")
@@ -207,7 +207,7 @@ def test_the_pruning_leaves_every_other_weight_as_it_is() -> None:
 
 
 def test_pruned_stays_pruned_and_every_personal_model_is_compacted_to_the_units_that_are_left() -> None:
-    fleet = Fleet(pruning(lr=0.05), {d: clusters(M, i) for i, d in enumerate("abc")}, m=M, trainer=NumpyMlp(M))
+    fleet = LatticeFleet(pruning(lr=0.05), {d: clusters(M, i) for i, d in enumerate("abc")}, m=M, trainer=NumpyMlp(M))
     for _ in range(2):
         fleet.play(*"abc")
     left = channels(fleet)
@@ -236,7 +236,9 @@ def test_a_device_trains_the_smaller_network_for_more_epochs_with_a_falling_rate
         return gradient(self, parameters, buffers, x, y)
 
     monkeypatch.setattr(NumpyMlp, "gradient", watched)
-    fleet = Fleet(pruning(prune_after=1, prune_epochs=3, guard=True), {"a": clusters(M, 1)}, m=M, trainer=NumpyMlp(M))
+    fleet = LatticeFleet(
+        pruning(prune_after=1, prune_epochs=3, guard=True), {"a": clusters(M, 1)}, m=M, trainer=NumpyMlp(M)
+    )
     fleet.play("a")
     assert seen == [(M.d, 6)] * 2
     seen.clear()
@@ -279,7 +281,7 @@ def test_rounds_of_the_smaller_network_have_the_budget_of_its_size() -> None:
 
 
 def test_the_guard_ends_at_the_pruning() -> None:
-    fleet = Fleet(pruning(prune_after=2), THREE, m=M)
+    fleet = LatticeFleet(pruning(prune_after=2), THREE, m=M)
     for _ in range(5):
         fleet.play(*"abc", gain=1.0)
     assert fleet.state.level == MIDDLE - 1  # after rounds 1 and 2
@@ -302,7 +304,7 @@ def test_a_careful_bundle_trains_its_smaller_network_at_the_usual_rate_and_perso
 def test_statistics_and_batch_norm_rows_go_with_their_channel() -> None:
     m = normed()
     for statistics in ("mean", "local"):
-        fleet = Fleet(pruning(statistics=statistics), THREE, m=m, trainer=pull(m))
+        fleet = LatticeFleet(pruning(statistics=statistics), THREE, m=m, trainer=pull(m))
         for _ in range(2):
             fleet.play(*"abc")
         for _ in range(2):
@@ -321,7 +323,7 @@ def test_statistics_and_batch_norm_rows_go_with_their_channel() -> None:
 
 
 def test_units_travel_once_to_each_device_and_count_as_one_time() -> None:
-    fleet = Fleet(pruning(), FOUR, m=M)
+    fleet = LatticeFleet(pruning(), FOUR, m=M)
     fleet.play(*"abc")
     fleet.play(*"ab")
 
@@ -342,7 +344,7 @@ def test_the_same_training_costs_fewer_bytes_after_the_pruning() -> None:
     m = grouped(20, 64, 32, 3)
     sizes = []
     for prune in (None, 0.4):
-        fleet = Fleet(pruning(prune=prune, prune_epochs=1, budget=1.0), THREE, m=m, trainer=pull(m))
+        fleet = LatticeFleet(pruning(prune=prune, prune_epochs=1, budget=1.0), THREE, m=m, trainer=pull(m))
         for _ in range(4):
             fleet.play(*"abc")
         down = fleet.method.downlink(fleet.course, 5, fleet.state, fleet.records["a"])
@@ -356,7 +358,7 @@ def test_the_same_training_costs_fewer_bytes_after_the_pruning() -> None:
 
 
 def test_a_device_that_should_know_the_units_and_does_not_is_lost() -> None:
-    fleet = Fleet(pruning(), THREE, m=M)
+    fleet = LatticeFleet(pruning(), THREE, m=M)
     for _ in range(3):
         fleet.play(*"abc")
     assert not fleet.lost
@@ -371,7 +373,7 @@ def test_a_device_that_should_know_the_units_and_does_not_is_lost() -> None:
 
 @pytest.mark.parametrize("units", [np.zeros(2, np.uint8), np.full(3, 255, np.uint8), np.full(2, 1.0)])
 def test_units_of_a_damaged_downlink_are_refused(units: Any) -> None:
-    fleet = Fleet(pruning(), THREE, m=M)
+    fleet = LatticeFleet(pruning(), THREE, m=M)
     for _ in range(2):
         fleet.play(*"abc")
     sent = fleet.method.downlink(fleet.course, 3, fleet.state, None)
@@ -385,7 +387,7 @@ def test_units_of_a_damaged_downlink_are_refused(units: Any) -> None:
 
 
 def test_moves_of_the_whole_network_are_refused_after_the_pruning() -> None:
-    dense, pruned = (Fleet(pruning(prune=p, prune_after=2), THREE, m=M) for p in (None, 0.5))
+    dense, pruned = (LatticeFleet(pruning(prune=p, prune_after=2), THREE, m=M) for p in (None, 0.5))
     for fleet in (dense, pruned):
         fleet.play(*"abc")
         fleet.play(*"abc")
@@ -434,7 +436,7 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
 # --- personal models
 
 
-def personal(fleet: Fleet, device: str, received: Received) -> tuple[Task, Personal]:
+def personal(fleet: LatticeFleet, device: str, received: Received) -> tuple[Task, Personal]:
     task = fleet.task(device)
     task = replace(task, assignment=replace(task.assignment, round=fleet.round + 1))
     return task, fleet.method.personal(task, fleet.kept.get(device), received)
@@ -444,7 +446,7 @@ def personal(fleet: Fleet, device: str, received: Received) -> tuple[Task, Perso
 def test_a_personal_model_is_trained_after_the_last_round_only(prune: float | None) -> None:
     data = {d: clusters(M, i) for i, d in enumerate("abc")}
     method = pruning(prune=prune, lr=0.05, personal_epochs=5)
-    fleet = Fleet(method, data, m=M, trainer=NumpyMlp(M), rounds=4)
+    fleet = LatticeFleet(method, data, m=M, trainer=NumpyMlp(M), rounds=4)
     for _ in range(4):
         received = fleet.receive("a")
         _, model_ = personal(fleet, "a", received)
@@ -467,7 +469,7 @@ def test_a_personal_model_is_trained_after_the_last_round_only(prune: float | No
 
 
 def test_personal_training_that_diverges_leaves_the_global_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(pruning(personal_epochs=2), {"a": clusters(M, 1)}, m=M, trainer=NumpyMlp(M), rounds=3)
+    fleet = LatticeFleet(pruning(personal_epochs=2), {"a": clusters(M, 1)}, m=M, trainer=NumpyMlp(M), rounds=3)
     for _ in range(3):
         fleet.play("a")
     received = fleet.receive("a")

@@ -10,7 +10,7 @@ import pytest
 from edge_kernels import counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_fleet import DEVICES, Fleet, M, own_mask, steady
+from mask_fleet import DEVICES, M, MaskFleet, own_mask, steady
 from numpy.typing import NDArray
 from numpy_mlp import assignment, course, mlp, model, task
 
@@ -38,7 +38,7 @@ def with_new_head() -> Model:
 
 @pytest.mark.parametrize("make", EVERY)
 def test_the_first_model_is_the_pre_trained_one(make: type[BernoulliMasks]) -> None:
-    fleet = Fleet(make(), TRAINED)
+    fleet = MaskFleet(make(), TRAINED)
     t = task(TRAINED, "a")
     personal = fleet.method.personal(t, None, fleet.receive("a"))
     np.testing.assert_allclose(personal.parameters, model(TRAINED).parameters, rtol=1e-6)
@@ -70,7 +70,7 @@ def test_convolutions_of_a_pre_trained_bundle_are_masked_only_when_named() -> No
 def test_without_anything_to_learn_theta_stays_by_differences_and_drifts_by_the_posterior(make: Any) -> None:
     thetas: dict[str, Any] = {}
     for how in ("difference", "posterior"):
-        fleet = Fleet(make(aggregate=how), TRAINED, trainer=steady(TRAINED))
+        fleet = MaskFleet(make(aggregate=how), TRAINED, trainer=steady(TRAINED))
         for _ in range(4):
             fleet.play(*DEVICES)
         thetas[how] = fleet.theta()
@@ -113,7 +113,7 @@ def test_a_filter_by_differences_is_cautioned_against_and_is_the_default_elsewhe
 
 
 def test_theta_moves_by_the_mean_of_mask_less_reference() -> None:
-    fleet = Fleet(Coupled(lr=0.5), TRAINED)
+    fleet = MaskFleet(Coupled(lr=0.5), TRAINED)
     fleet.play(*DEVICES)
     m = model(TRAINED)
     net = np.zeros(fleet.method.exchanged(m), np.int64)
@@ -125,7 +125,7 @@ def test_theta_moves_by_the_mean_of_mask_less_reference() -> None:
     np.testing.assert_array_equal(fleet.theta(), np.clip(0.95 + net / 3, 0.01, 0.99))
 
 
-def _uniforms(fleet: Fleet, a: Assignment) -> NDArray[np.float64]:
+def _uniforms(fleet: MaskFleet, a: Assignment) -> NDArray[np.float64]:
 
     assert isinstance(fleet.method, Coupled)
     return counter.uniform(fleet.method.stream(a), fleet.method.exchanged(a.model))
@@ -136,7 +136,7 @@ def _uniforms(fleet: Fleet, a: Assignment) -> NDArray[np.float64]:
 def test_both_sides_hold_the_same_counts_whatever_rounds_a_device_missed(
     rounds: list[set[str]], references: int
 ) -> None:
-    fleet = Fleet(Coupled(lr=0.5, references=references), TRAINED)
+    fleet = MaskFleet(Coupled(lr=0.5, references=references), TRAINED)
     for took_part in rounds:
         fleet.play(*sorted(took_part))
         for d in DEVICES:
@@ -146,7 +146,7 @@ def test_both_sides_hold_the_same_counts_whatever_rounds_a_device_missed(
 
 
 def test_a_partial_cohort_moves_theta_as_far_in_expectation() -> None:
-    method, c = Coupled(aggregate="difference"), Fleet(Coupled(), TRAINED).course
+    method, c = Coupled(aggregate="difference"), MaskFleet(Coupled(), TRAINED).course
     net = np.ones(20_000, np.int64)
     before = Posterior(np.zeros(net.size, np.uint32), steps(0.95, c.cohort)[1])
     after = method.advanced(c, 1, before, np.zeros(net.size, np.int64), net, 2)  # two of three devices, both up once

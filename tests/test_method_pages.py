@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticUndefined
 
-from edge_client import method_inspection
+from edge_client.commands import method_inspection
 from edge_client.errors import ConfigError
 from edge_client.methods import Method
 

@@ -14,13 +14,13 @@ from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, task
 from pydantic import ValidationError
 from rounds import Rounds, size, stored
 
+from edge_client.blocks import head
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import ALL, Method, below, make_method, trained_head
 from edge_client.methods.fedavg import FedAvg, State, Update
 from edge_client.methods.shared.averaging import Weights, accelerated, distance, toward
 from edge_client.methods.standalone import Standalone
-from edge_client.parts import head
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Course, Local
 from edge_client.training import Gradient

@@ -16,12 +16,12 @@ import pytest
 from numpy_mlp import NumpyMlp, clusters, mlp
 
 from edge_client import cli
-from edge_client import client as client_module
 from edge_client.bundle import Bundle, Part, digest
-from edge_client.client import HOLD, Client, Result
+from edge_client.device import client as client_module
+from edge_client.device.client import HOLD, Client, Result
+from edge_client.link.remote_bundle import MAX_PARAMETERS
 from edge_client.protocol.messages import Enrolled, Finish, Report, Stopped, Wait
 from edge_client.protocol.payload import Payload, encode
-from edge_client.remote_bundle import MAX_PARAMETERS
 from edge_client.training.onnxruntime import OnnxRuntimeTrainer
 
 URL, TOKEN = "http://127.0.0.1:1", "the-token"
@@ -112,8 +112,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         seen.append((backend, threads))
         return NumpyMlp(bundle.manifest)
 
-    monkeypatch.setattr("edge_client.session.open_trainer", open_trainer)
-    monkeypatch.setattr("edge_client.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr("edge_client.device.session.open_trainer", open_trainer)
+    monkeypatch.setattr("edge_client.link.retry.time.sleep", lambda _: None)
     return seen
 
 
@@ -178,7 +178,7 @@ def test_the_personal_model_goes_where_it_is_asked_to_and_is_timed_with_the_thre
         seen.append((path, threads))
         return Report(score=1.0, test_samples=1, parameters_dense=8, parameters_compact=8)
 
-    monkeypatch.setattr("edge_client.conclude.conclude", conclude)
+    monkeypatch.setattr("edge_client.device.conclude.conclude", conclude)
     asked = tmp_path / "elsewhere" / "mine.onnx"
     for folder, options, path in (
         ("given", {"out": asked, "threads": 2}, asked),

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_client import local
+from edge_client.device import local
+from edge_client.device.local import TRAINED
 from edge_client.errors import DivergedError
 from edge_client.flat import to_arrays
-from edge_client.local import TRAINED
 from edge_client.protocol.payload import Payload
 from edge_client.task import Personal
 

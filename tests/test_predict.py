@@ -16,9 +16,9 @@ from onnx import TensorProto, helper
 
 from edge_client.bundle import Init, Input, Manifest, Normalisation, Tensor
 from edge_client.card import card, describe, read
+from edge_client.commands.predict import predict, predict_file
 from edge_client.data import DataFile, fit
 from edge_client.errors import BundleError, ConfigError, DataError
-from edge_client.predict import predict, predict_file
 from edge_client.targets import Classification, Regression, Sequence, Target
 
 RAW = Normalisation(mean=(1.0, 2.0), std=(2.0, 4.0))

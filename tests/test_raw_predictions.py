@@ -14,7 +14,7 @@ from edge_bench.data import cli as data_cli
 from federation import PATIENCE, Federation, environment
 
 from edge_client.bundle import Bundle
-from edge_client.exit_codes import ExitCode
+from edge_client.commands.exit_codes import ExitCode
 
 pytest.importorskip("torch")
 pytest.importorskip("onnxscript")

@@ -17,8 +17,8 @@ from edge_bench.reproductions.reproduce import reproduce, summary
 from edge_bench.reproductions.reproduction import cells, changed, merged, parse
 from edge_bench.reproductions.stored_runs import known
 
+from edge_client.commands.exit_codes import ExitCode
 from edge_client.errors import ConfigError
-from edge_client.exit_codes import ExitCode
 from edge_client.methods.fedavg import FedAvg
 
 TINY = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from edge_kernels import bits
 from numpy_mlp import mlp
-from sign_fleet import Fleet, fixed_task
+from sign_fleet import SignFleet, fixed_task
 
 from edge_client.errors import ConfigError
 from edge_client.methods import make_method
@@ -21,7 +21,7 @@ LIVE = round(0.8 * 48) + round(0.8 * 40)
 def fleet(**settings: Any) -> Any:
     """A federation over bytes; the fleet of the sign methods serves every method."""
     made: Any = Signed(**{"epochs": 1, **settings})
-    return Fleet(made, M)
+    return SignFleet(made, M)
 
 
 def test_a_live_weight_is_minus_or_plus_itself_and_a_pruned_one_is_zero() -> None:

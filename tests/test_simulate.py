@@ -27,9 +27,9 @@ from edge_bench.tables import by_kind
 from edge_kernels import counter
 
 from edge_client.bundle import Bundle, digest
+from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError
-from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.methods import make_method
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.fedavg import FedAvg

@@ -14,9 +14,9 @@ from test_bundle import small_manifest
 from edge_client.bundle import Bundle, Manifest, parse_manifest
 from edge_client.compaction.personal import write_personal
 from edge_client.data import DeviceData, check
+from edge_client.device.local import run_round
 from edge_client.equality import TOLERANCE
 from edge_client.errors import BundleError, CompactionError, DataError, ModelError
-from edge_client.local import run_round
 from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.payload import Payload
 from edge_client.targets import WORST, Classification, Regression, Sequence, Target

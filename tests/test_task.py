@@ -12,8 +12,8 @@ from numpy_mlp import NumpyMlp, assignment, clusters, mlp, model, secret, task
 
 from edge_client.bundle import F32, Manifest
 from edge_client.data import DeviceData
+from edge_client.device.local import run_round, understand
 from edge_client.errors import DivergedError
-from edge_client.local import run_round, understand
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.fedpm import FedPM
 from edge_client.protocol.metrics import METRICS, apart

@@ -22,8 +22,9 @@ from edge_kernels.codecs import values
 from numpy_mlp import mlp
 
 from coord_server import catalogue
-from edge_client import method_inspection, toml
+from edge_client import toml
 from edge_client.bundle import MANIFEST, Bundle, parse_manifest
+from edge_client.commands import method_inspection
 from edge_client.data import DataFile, DeviceData, fit
 from edge_client.errors import BundleError, ConfigError, DataError, MeterError
 from edge_client.measure.meters import choose

@@ -13,13 +13,13 @@ import pytest
 from client_rig import PART, URL, Coordinator, Time, device, manifest, numpy_trainer, problem, remote  # noqa: F401
 
 from edge_client.bundle import MANIFEST, Part, digest
+from edge_client.commands.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.errors import BundleError, ConfigError, ServerError, StateError, UnreachableError
 from edge_client.events import Event
-from edge_client.exit_codes import RESTARTED, ExitCode, exit_code
+from edge_client.link.remote_bundle import open_remote
+from edge_client.link.retry import BUSY_MOST
+from edge_client.link.transport import Transport
 from edge_client.protocol.messages import Receipt, Wait
-from edge_client.remote_bundle import open_remote
-from edge_client.retry import BUSY_MOST
-from edge_client.transport import Transport
 
 
 def test_connection_errors_and_5xx_are_repeated_with_growing_random_waits_until_patience_ends() -> None:

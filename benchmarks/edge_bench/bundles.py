@@ -16,9 +16,10 @@ from pathlib import Path
 
 from edge_kernels import counter
 
-from edge_client import bundle, graphs
+from edge_client import bundle
 from edge_client.bundle import MANIFEST, Bundle
 from edge_client.errors import BundleError, ConfigError
+from edge_client.graph import check as graphs
 from edge_client.named_bundles import packaged
 
 NAMES = (

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 
 from edge_bench import provenance
+from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.errors import ConfigError, MaskfleetError, suggestion
-from edge_client.exit_codes import ExitCode, exit_code
 from edge_client.files import disk, write_whole
 
 

@@ -22,11 +22,11 @@ from coord_server import aggregation, guard
 from coord_server.operator.client import Operator
 from coord_server.operator.tables import lasting, plain, state_of
 from edge_client.errors import ConfigError, ServerError, UnreachableError
+from edge_client.link.transport import BUSY
 from edge_client.methods import below, make_method
 from edge_client.protocol.cost import in_words, over_rounds
 from edge_client.protocol.messages import Federation, FederationConfig, Round, Scores
 from edge_client.protocol.operator import Device
-from edge_client.transport import BUSY
 
 REFRESH = 2.0  # seconds between two looks
 STEADY = 15.0  # seconds until the devices are asked for again while nothing else changes

@@ -11,7 +11,7 @@ import numpy as np
 from edge_client.backends import DEFAULT_BACKEND, check_parts
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
-from edge_client.local import run_round
+from edge_client.device.local import run_round
 from edge_client.methods import make_method
 from edge_client.task import Assignment, Course, Task
 from edge_client.training import open_trainer

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, helper
 
-from edge_client.axes import POINTWISE
 from edge_client.compaction.net import Net, drop_unused
-from edge_client.nodes import settings
+from edge_client.graph.axes import POINTWISE
+from edge_client.graph.nodes import settings
 
 _REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 

@@ -18,7 +18,7 @@ from edge_client.compaction.operators import F64, conv, conv_transpose
 from edge_client.compaction.pieces import Ids
 from edge_client.compaction.study import Rule, Study, some
 from edge_client.compaction.writer import Writer
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 
 _Value = TypeVar("_Value", bound=np.generic)
 

@@ -21,7 +21,7 @@ from onnx import NodeProto
 from edge_client.compaction import convolutions, maps, moves, products, recurrent
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.study import Study, thin
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 
 Labels = NDArray[np.int64]
 NONE = -1  # a channel that cannot leave, such as one of the input

@@ -21,7 +21,7 @@ from edge_client.compaction.operators import Array
 from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 
 RESIZING = frozenset({"Expand", "Resize"})
 """Operators with an input that holds the sizes of their output."""

@@ -19,7 +19,7 @@ from edge_client.compaction.reshapes import REGROUP, regroup
 from edge_client.compaction.study import Labels, Rule, Study, mixed
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 
 PICK = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 OTHER = frozenset({"DepthToSpace", "SpaceToDepth", "Tile"})

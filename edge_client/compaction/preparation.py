@@ -20,7 +20,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from edge_client.compaction.net import Net, Shape, build, drop_unused, inner_reads, subgraphs
 from edge_client.compaction.operators import Array, Operators
 from edge_client.errors import CompactionError
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 from edge_client.runtimes.onnx import open_onnx
 
 _LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0}

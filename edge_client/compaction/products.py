@@ -17,7 +17,7 @@ from edge_client.compaction.moves import is_move, sources
 from edge_client.compaction.pieces import Ids, by_axis
 from edge_client.compaction.study import Bools, Facts, Rule, Study, mixed, some
 from edge_client.compaction.writer import Writer
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 
 
 def operands(s: Study, node: NodeProto) -> tuple[str, str, bool, str]:

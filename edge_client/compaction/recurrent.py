@@ -22,7 +22,7 @@ from edge_client.compaction.operators import F64
 from edge_client.compaction.pieces import Ids, Ragged, by_axis
 from edge_client.compaction.study import Bools, Rule, Study, some
 from edge_client.compaction.writer import Writer
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 RESET = 2  # the gate of a GRU whose recurrent sum the reset gate multiplies; gate 0 is the update gate

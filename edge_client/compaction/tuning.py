@@ -47,11 +47,11 @@ from edge_client.compaction.width import (
 )
 from edge_client.compaction.writer import FASTEST, FEWEST, Costs
 from edge_client.errors import CompactionError, ConfigError
+from edge_client.graph.nodes import settings
 from edge_client.measure.engines import onnx_call
 from edge_client.measure.latency import in_turns
 from edge_client.measure.machine import processor
 from edge_client.measure.macs import macs
-from edge_client.nodes import settings
 
 STEPS = (1, 4, 8, 16)
 RULE = 4  # channels of ONNX Runtime's blocked convolutions

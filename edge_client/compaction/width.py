@@ -22,7 +22,7 @@ from onnx import NodeProto
 from edge_client.compaction import convolutions, maps, products
 from edge_client.compaction.rules import rule
 from edge_client.compaction.study import Bools, Rule, Study
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 
 Forced = Mapping[str, Bools]
 """The channels that come back, bool[channels], by the layer's output."""

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
-from edge_client.axes import POINTWISE
 from edge_client.compaction.operators import Array
 from edge_client.compaction.pieces import Ids, Lists, Piece, Ragged, by_axis, grid
 from edge_client.compaction.study import Study
 from edge_client.errors import CompactionError
-from edge_client.nodes import settings
+from edge_client.graph.axes import POINTWISE
+from edge_client.graph.nodes import settings
 
 
 @dataclass(frozen=True)

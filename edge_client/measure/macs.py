@@ -21,7 +21,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import infer_shapes
 
 from edge_client.errors import ConfigError
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 """Shape of every value by name; None where an axis is unknown."""

@@ -29,6 +29,7 @@ from edge_kernels.codecs import sparse, values
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from edge_client.blocks import frozen
 from edge_client.bundle import F32, Model
 from edge_client.errors import PayloadError
 from edge_client.methods import Influence, ValueCodecName
@@ -44,7 +45,6 @@ from edge_client.methods.shared.averaging import (
     window,
 )
 from edge_client.methods.shared.value_changes import PLAIN, Coded, Uplink, packed, tensor_ends, unpacked
-from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task

@@ -29,13 +29,13 @@ from edge_kernels.codecs import counts
 from numpy.typing import NDArray
 from pydantic import Field
 
+from edge_client.blocks import rest
 from edge_client.bundle import F32, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.shared import averaging
 from edge_client.methods.shared.averaging import Weights, added
 from edge_client.methods.shared.local_sgd import LocalSgd
-from edge_client.parts import rest
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, coded, count, decoding, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task

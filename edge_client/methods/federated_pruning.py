@@ -24,6 +24,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from edge_client.blocks import frozen
 from edge_client.bundle import F32, Model, Packed
 from edge_client.errors import LostError
 from edge_client.methods import Influence
@@ -31,7 +32,6 @@ from edge_client.methods.shared.averaging import Total, Update, Weights, added, 
 from edge_client.methods.shared.shrinking import counts, parameters_with, strongest
 from edge_client.methods.shared.units import UNITS, Units, carried, held, read_units, unpacked, whole
 from edge_client.methods.shared.value_changes import Coded
-from edge_client.parts import frozen
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task

@@ -28,6 +28,7 @@ from edge_kernels.pruning import add_lasso_slope
 from numpy.typing import NDArray
 from pydantic import Field, FiniteFloat
 
+from edge_client.blocks import frozen
 from edge_client.bundle import F32, Model, Packed, views
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import ALL, Influence
@@ -35,7 +36,6 @@ from edge_client.methods.shared.averaging import distance, toward
 from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
 from edge_client.methods.shared.units import UNITS, Units, carried, held, read_units, require_groups, unpacked, whole
 from edge_client.methods.shared.value_changes import Coded
-from edge_client.parts import frozen
 from edge_client.protocol.payload import Payload, allow_only, vector
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.sgd import Sgd

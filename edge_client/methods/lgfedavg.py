@@ -21,13 +21,13 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
+from edge_client.blocks import Blocks, frozen, rest, tensors
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, LostError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.fedavg import read_state
 from edge_client.methods.shared.averaging import Total, Update, Weights, added, influence, limited
 from edge_client.methods.shared.value_changes import Coded
-from edge_client.parts import Part, frozen, rest, tensors
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -70,7 +70,7 @@ class LGFedAvg(Coded):
     batch: Annotated[int, Field(ge=1, le=65536)] = 50
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
 
-    def head(self, model: Model) -> Part:
+    def head(self, model: Model) -> Blocks:
         """The weights and biases that stay global. Raises ConfigError when no layer would be local."""
         layers = model.manifest.layers
         if self.num_layers >= len(layers):
@@ -78,7 +78,7 @@ class LGFedAvg(Coded):
         names = {n for layer in layers[-self.num_layers :] for n in (*layer.weights, *layer.biases)}
         return tensors(model.manifest, names)
 
-    def body(self, model: Model) -> Part:
+    def body(self, model: Model) -> Blocks:
         """Every other trained tensor."""
         return rest(model.manifest, self.head(model))
 

@@ -16,13 +16,13 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from edge_client.blocks import frozen, head
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.shared.averaging import Mean, distance, toward
 from edge_client.methods.shared.local_sgd import descend_on
 from edge_client.methods.shared.value_changes import Coded
-from edge_client.parts import frozen, head
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, allow_only, count, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task

@@ -20,9 +20,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
-from edge_client.axes import Shape
 from edge_client.bundle import Bundle, Manifest
 from edge_client.errors import BundleError, ConfigError
+from edge_client.graph.axes import Shape
 from edge_client.narrow import Axes, Channels, cuts, narrow, taken
 from edge_client.training.cut_rules import RULES, UNLIKE, equal, named, refusal
 

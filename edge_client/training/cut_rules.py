@@ -1,7 +1,7 @@
 """What of an operator's outputs stays when its inputs are cut: a rule for each kind, which also makes the node fit.
 
-What an operator does with its axes is said in `edge_client.axes`; the rules here are for operators that move entries
-from one axis to others, and for recurrent layers. `cut` walks the graph.
+What an operator does with its axes is said in `edge_client.graph.axes`; the rules here are for operators that move
+entries from one axis to others, and for recurrent layers. `cut` walks the graph.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, helper
 
-from edge_client.axes import axes_of
 from edge_client.errors import ConfigError
+from edge_client.graph.axes import axes_of
+from edge_client.graph.nodes import settings
 from edge_client.narrow import Axes
-from edge_client.nodes import settings
 
 if TYPE_CHECKING:
     from edge_client.training.cut import Cut

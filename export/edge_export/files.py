@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Manifest
 from edge_client.errors import ModelError
-from edge_client.graphs import check_file
+from edge_client.graph.check import check_file
 
 _FILES = frozenset(
     {MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2", "train.pte", "eval.pte"}

@@ -78,7 +78,7 @@ are cut in memory when the channels change. This is another cut than the one abo
 | what it emitted | goes into biases and maps | counts as zero |
 | weights | constants of the graph | inputs of the graph, smaller |
 | nodes | written anew | the same, on smaller tensors |
-| operators | each is run to see what it does | `edge_client/axes.py` pairs the axes that go together |
+| operators | each is run to see what it does | `edge_client/graph/axes.py` pairs the axes that go together |
 | code | `edge_client/compaction/` | `edge_client/training/cut.py`, `cut_rules.py` |
 
 Groups are found once, by the export, which cuts every graph by half of each group's channels as a trial. A group that

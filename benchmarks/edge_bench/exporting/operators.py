@@ -26,7 +26,7 @@ from edge_bench import models, provenance
 from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.exporting.cases import CASES, Case, Sequences
 from edge_client.errors import ConfigError, ModelError
-from edge_client.graphs import check_file
+from edge_client.graph.check import check_file
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     # name: module, one sample, values of an integer input (0: floats)

@@ -32,11 +32,11 @@ from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.federation.processes import children, coordinator
 from edge_bench.overhead.loopback import PATIENCE, create, plugin
 from edge_client.errors import ConfigError
+from edge_client.link.transport import content_digest
 from edge_client.protocol.cost import COST_HEADER
 from edge_client.protocol.messages import DeviceMetrics
 from edge_client.protocol.metrics import with_metrics
 from edge_client.protocol.payload import decode, encode
-from edge_client.transport import content_digest
 
 KIND, D = "mask", 1000
 WIDTHS = {"desktop": 1280, "phone": 390}

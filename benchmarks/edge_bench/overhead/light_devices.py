@@ -34,10 +34,10 @@ from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.federation.processes import children, coordinator
 from edge_bench.overhead.loopback import PATIENCE, Meter, create, plugin
 from edge_client.errors import ConfigError
+from edge_client.link.transport import content_digest
 from edge_client.protocol.messages import DeviceMetrics
 from edge_client.protocol.metrics import with_metrics
 from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
-from edge_client.transport import content_digest
 
 KIND, D, COHORT = "mask", 1000, 50
 SETTINGS = "200:200,2000:200,10000:200,10000:1000,10000:2000"

@@ -43,8 +43,8 @@ from edge_bench import provenance
 from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.federation.processes import READY, Process, Start, address, children, coordinator
 from edge_bench.overhead.loopback import PATIENCE, Meter, create, plugin
-from edge_client.client import Client
 from edge_client.data import DeviceData
+from edge_client.device.client import Client
 from edge_client.events import Event
 
 KINDS = {"float32": 4, "mask": 1 / 8}  # bytes a parameter

@@ -33,9 +33,9 @@ from edge_bench.simulation.record import simulated
 from edge_bench.simulation.simulate import RoundRow
 from edge_client.bench.tables import plain_table
 from edge_client.bundle import Bundle
+from edge_client.commands.exit_codes import ExitCode
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
-from edge_client.exit_codes import ExitCode
 
 LATE = 10
 """The number of last rounds whose mean is the late score. One round's score is noisy where test parts are small."""

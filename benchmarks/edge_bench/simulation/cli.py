@@ -21,9 +21,9 @@ from edge_bench.simulation.file import SimulationConfig, open_simulation
 from edge_bench.simulation.record import simulated
 from edge_bench.simulation.simulate import RoundRow, Simulated
 from edge_client.bundle import Bundle
+from edge_client.commands.exit_codes import ExitCode
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, MaskfleetError
-from edge_client.exit_codes import ExitCode
 from edge_client.targets import Classification, Sequence
 
 

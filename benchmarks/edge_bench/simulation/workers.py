@@ -29,9 +29,9 @@ from typing import Any, TypeVar
 import numpy as np
 from edge_kernels import counter
 
-from edge_client import local
 from edge_client.bundle import digest
 from edge_client.data import DeviceData
+from edge_client.device import local
 from edge_client.errors import DivergedError, LostError, MaskfleetError
 from edge_client.methods import Method
 from edge_client.protocol import payload

@@ -20,9 +20,9 @@ from edge_bench.simulation.file import find_bundle
 from edge_bench.simulation.simulate import Mishaps, Simulated, Simulation, run
 from edge_bench.simulation.workers import Site, Trained, Workers
 from edge_bench.testing.require import require
-from edge_client import local
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
+from edge_client.device import local
 from edge_client.errors import PayloadError
 from edge_client.methods import Method
 from edge_client.protocol import payload

@@ -27,6 +27,7 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from edge_client.blocks import Blocks, frozen, head, rest, trained_layers, weights
 from edge_client.bundle import F32, Bits, Model, Packed, digest
 from edge_client.errors import ConfigError
 from edge_client.flat import to_arrays
@@ -35,7 +36,6 @@ from edge_client.methods.fedmask.wire import STRUCTURE, Held, Kept, Received, Re
 from edge_client.methods.shared.averaging import Mean, distance, toward
 from edge_client.methods.shared.changes import ExactCodecName
 from edge_client.methods.shared.division import Division
-from edge_client.parts import Part, frozen, head, rest, trained_layers, weights
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
 from edge_client.training.gates import Gate, GroupLasso, SigmoidThreshold
@@ -178,7 +178,7 @@ class FedMask(Method):
         groups = [masked.places_of(layer.weights) for layer in layers if layer.name in pruned and choice.keep < 1]
         groups = [g for g in groups if g.size]
         own = head(m).blocks if choice.head == "local" else ()
-        local = Part(tuple(b for b in rest(m, every).blocks if self.biases == "local" or b in own))
+        local = Blocks(tuple(b for b in rest(m, every).blocks if self.biases == "local" or b in own))
         kept = tuple(max(1, round(choice.keep * g.size)) for g in groups)
         return Division(masked, every.without(masked), local, tuple(groups), kept)
 
@@ -357,7 +357,7 @@ class FedMask(Method):
             lasso = GroupLasso(b.shape, choice.group_lasso) if choice.group_lasso else None
             frozen, sgd = model.parameters[b.span], Sgd(b.size, choice.lr, self.momentum)
             layers.append((b.span, masked_step(self.gate, frozen, scores[place], sgd, lasso)))
-        free = Part(division.real.blocks + division.local.blocks)
+        free = Blocks(division.real.blocks + division.local.blocks)
         own, sgd, loss = free.gather(values), Sgd(free.size, self.local_lr, self.momentum), EpochLoss()
         for span, layer in layers:
             layer.effective(values[span])

@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.blocks import Blocks
 from edge_client.bundle import F32
 from edge_client.methods.lattice import grid
 from edge_client.methods.lattice.grid import U32, Counts, History, added, trainable
 from edge_client.methods.shared.network import Network
-from edge_client.parts import Part
 
 
-def on_grid(net: Network) -> Part:
+def on_grid(net: Network) -> Blocks:
     """The network's trainable parameters."""
     return trainable(net.model.manifest)
 

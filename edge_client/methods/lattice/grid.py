@@ -17,9 +17,9 @@ from edge_kernels import counter
 from edge_kernels.lattice_model import Span
 from numpy.typing import NDArray
 
+from edge_client.blocks import Blocks, rest
 from edge_client.bundle import F32, Manifest
 from edge_client.methods.shared.averaging import BLOCK
-from edge_client.parts import Part, rest
 from edge_client.task import Assignment, Course
 
 Counts = NDArray[np.int32]
@@ -34,25 +34,25 @@ HIGHEST = 16  # the level of the coarsest cells
 MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
 
 
-def trainable(manifest: Manifest) -> Part:
+def trainable(manifest: Manifest) -> Blocks:
     """The parameters on the grid: every tensor that is not frozen."""
     return rest(manifest)
 
 
-def spans(part: Part) -> list[Span]:
+def spans(part: Blocks) -> list[Span]:
     """The tensors of the grid as matrices of axis 0 by the rest, as the coder takes them."""
     shapes = [(b.shape[0] if b.shape else 1, b.size) for b in part.blocks]
     return [(place, rows, size // rows) for place, (rows, size) in zip(part.places, shapes, strict=True)]
 
 
-def rms(part: Part, change: F32) -> F32:
+def rms(part: Blocks, change: F32) -> F32:
     """The root of the mean square of each tensor's change, float32[tensors]."""
     squares = [float(np.mean(np.square(change[p], dtype=np.float64))) for p in part.places]
     each: F32 = np.sqrt(np.array(squares)).astype(np.float32)
     return each
 
 
-def steps(part: Part, each: F32, quantum: float, cohort: int) -> F32:
+def steps(part: Blocks, each: F32, quantum: float, cohort: int) -> F32:
     """The step of each tensor from its rms: finer for a tensor that moves more than the average parameter."""
     sizes = [p.stop - p.start for p in part.places]
     square = math.fsum(n * float(r) ** 2 for n, r in zip(sizes, each, strict=True)) / max(1, sum(sizes))
@@ -61,7 +61,7 @@ def steps(part: Part, each: F32, quantum: float, cohort: int) -> F32:
     return np.array([quantum * cohort * average * share for share in shares], np.float32)
 
 
-def spread(part: Part, each: F32) -> F32:
+def spread(part: Blocks, each: F32) -> F32:
     """A value for each tensor as one for each parameter of the grid."""
     return np.repeat(each, [p.stop - p.start for p in part.places])
 
@@ -127,7 +127,7 @@ def sizes(counts: Counts, level: int) -> Counts:
     return np.abs(counts) >> level
 
 
-def moves(part: Part, change: F32, factors: NDArray[np.float64], dither: U32, most: int) -> Counts:
+def moves(part: Blocks, change: F32, factors: NDArray[np.float64], dither: U32, most: int) -> Counts:
     """``floor(change * factor + dither)`` within +-`most`, a factor for each tensor; `dither` in units of 2**-32."""
     out = np.empty(part.size, np.int32)
     for s, factor in _blocks(part, factors):
@@ -138,7 +138,7 @@ def moves(part: Part, change: F32, factors: NDArray[np.float64], dither: U32, mo
     return out
 
 
-def added(part: Part, start: F32, unit: F32, counts: Counts) -> F32:
+def added(part: Blocks, start: F32, unit: F32, counts: Counts) -> F32:
     """``start + unit * counts`` with a unit for each tensor, computed in float64; it may be infinite."""
     out = np.empty(part.size, np.float32)
     with np.errstate(over="ignore"):
@@ -147,7 +147,7 @@ def added(part: Part, start: F32, unit: F32, counts: Counts) -> F32:
     return out
 
 
-def _blocks(part: Part, each: NDArray[np.float64]) -> Iterator[tuple[slice, np.float64]]:
+def _blocks(part: Blocks, each: NDArray[np.float64]) -> Iterator[tuple[slice, np.float64]]:
     """The places of every tensor with its value, in pieces that stay in the cache."""
     for place, value in zip(part.places, each, strict=True):
         for low in range(place.start, place.stop, BLOCK):

@@ -43,6 +43,7 @@ from edge_kernels import bits, lattice
 from edge_kernels.lattice_model import Known
 from numpy.typing import NDArray
 
+from edge_client.blocks import Blocks
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import Influence, Range, Search
@@ -73,7 +74,6 @@ from edge_client.methods.lattice.wire import MOST_MOVE, UpHead, read_moves
 from edge_client.methods.shared.averaging import Mean, accelerated
 from edge_client.methods.shared.network import Network, network
 from edge_client.methods.shared.units import UNITS
-from edge_client.parts import Part
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, count, u8, vector
 from edge_client.task import Assignment, Course, Local, Personal, Task
@@ -162,7 +162,7 @@ class Lattice(Settings):
         size = len(data) + (payload.arrays[STATISTICS].size if statistics.size else 0)
         return Update(moved, own_rms, statistics, samples, gain, size, 2.0**higher)
 
-    def read_rms(self, a: Assignment, part: Part, payload: Payload) -> F32:
+    def read_rms(self, a: Assignment, part: Blocks, payload: Payload) -> F32:
         """The rms of an update, float32[tensors]. Raises PayloadError for those that make no finite steps."""
         own_rms = vector(payload, "rms", len(part.blocks))
         with np.errstate(over="ignore"):
@@ -194,14 +194,14 @@ class Lattice(Settings):
             statistics=(update.statistics * np.float32(scale)).astype(np.float32),
         )
 
-    def moved(self, a: Assignment, part: Part, update: Update) -> NDArray[np.float64]:
+    def moved(self, a: Assignment, part: Blocks, update: Update) -> NDArray[np.float64]:
         """The moves as numbers, in the first round in units of the weights."""
         moves: NDArray[np.float64] = update.moves * np.float64(update.scale)
         if update.rms is not None:
             moves *= spread(part, self.own_steps(a, part, update.rms))
         return moves
 
-    def own_steps(self, a: Assignment, part: Part, rms: F32) -> F32:
+    def own_steps(self, a: Assignment, part: Blocks, rms: F32) -> F32:
         """The steps of the first round, from the device's own figures."""
         return steps(part, rms, FIRST * self.first_quantum(a.course), a.course.cohort)
 
@@ -252,7 +252,7 @@ class Lattice(Settings):
             now = self.levelled(course, round_, now, total)
         return self.current(course, round_ + 1, now), {}
 
-    def summed(self, course: Course, part: Part, state: State, total: Total) -> tuple[F32, NDArray[np.float64]]:
+    def summed(self, course: Course, part: Blocks, state: State, total: Total) -> tuple[F32, NDArray[np.float64]]:
         """The steps, and the sum of the moves in them as a full cohort of the mean samples would have it."""
         weight = math.fsum(total.samples)
         if state.reports:

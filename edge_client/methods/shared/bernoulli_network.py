@@ -18,11 +18,11 @@ import numpy as np
 from edge_kernels import counter
 from pydantic import Field
 
+from edge_client.blocks import Blocks, head, tensors, trained_layers
 from edge_client.bundle import F32, Bits, Model
 from edge_client.errors import ConfigError
 from edge_client.methods import MORE_EPOCHS, Method, pretrained, trained_head
 from edge_client.methods.shared.theta import F64
-from edge_client.parts import Part, head, tensors, trained_layers
 from edge_client.task import Assignment, Course, Personal
 
 LEAST = 1e-6  # of theta0 and of 1 - theta0: far less is 0 in float32, and weights over it are infinite
@@ -59,7 +59,7 @@ class MaskedNetwork(Method):
             return self.head
         return "keep" if trained_head(model) else "probe"
 
-    def masked(self, model: Model) -> Part:
+    def masked(self, model: Model) -> Blocks:
         """The masked parameters. Raises ConfigError when `layers` names a layer that is not there, or none is left."""
         m = model.manifest
         layers = trained_layers(m, m.layers if self.head_of(model) == "mask" else m.layers[:-1])
@@ -83,9 +83,9 @@ class MaskedNetwork(Method):
         names = {n for x in found for n in (*x.weights, *(x.biases if self.biases else ()))}
         return tensors(m, {n for n in names if m.tensors[n].trainable})
 
-    def probed(self, model: Model) -> Part:
+    def probed(self, model: Model) -> Blocks:
         """The head's parameters when it is probed, else nothing."""
-        return head(model.manifest) if self.head_of(model) == "probe" else Part(())
+        return head(model.manifest) if self.head_of(model) == "probe" else Blocks(())
 
     def probing(self, model: Model) -> int:
         """The number of rounds that train the head; they come first."""

@@ -13,8 +13,8 @@ import numpy as np
 from edge_kernels import bits as bitset
 from numpy.typing import NDArray
 
+from edge_client.blocks import Blocks
 from edge_client.bundle import F32, Bits, Model, Packed
-from edge_client.parts import Part
 from edge_client.task import Personal
 
 
@@ -26,9 +26,9 @@ class Division:
     keeps `kept` of a group.
     """
 
-    masked: Part
-    real: Part
-    local: Part
+    masked: Blocks
+    real: Blocks
+    local: Blocks
     groups: tuple[NDArray[np.int64], ...]
     kept: tuple[int, ...]
 

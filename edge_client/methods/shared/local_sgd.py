@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from edge_client.blocks import Blocks
 from edge_client.bundle import F32, Model
 from edge_client.methods import Method, Range, Search, pretrained
 from edge_client.methods.shared.averaging import Weights
-from edge_client.parts import Part
 from edge_client.task import Batch, EpochLoss, Task
 from edge_client.training.sgd import Sgd
 
@@ -77,7 +77,7 @@ class LocalSgd(Method):
 
 
 def descend_on(
-    part: Part, task: Task, batches: Iterable[Batch], values: F32, buffers: F32, optimiser: Sgd
+    part: Blocks, task: Task, batches: Iterable[Batch], values: F32, buffers: F32, optimiser: Sgd
 ) -> tuple[F32, float]:
     """SGD on `part` alone, in place: the rest of `values` float32[d] stays, the statistics `buffers` follow.
 

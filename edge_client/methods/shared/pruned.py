@@ -12,16 +12,16 @@ from edge_kernels import bits as bitset
 from edge_kernels import codecs
 from numpy.typing import NDArray
 
+from edge_client.blocks import Blocks, frozen, tensors
 from edge_client.bundle import F32, Bits, Manifest, Model, Packed
 from edge_client.errors import PayloadError
 from edge_client.methods import bits_digest
-from edge_client.parts import Part, frozen, tensors
 from edge_client.protocol.payload import Payload, coded, decoding, u8
 
 MASK = "mask.entropy"
 
 
-def prunable(manifest: Manifest) -> Part:
+def prunable(manifest: Manifest) -> Blocks:
     """The weights of the maskable layers, whole tensors: each is a layer for LAMP."""
     names = {n for layer in manifest.layers for n in layer.weights if manifest.tensors[n].trainable}
     return tensors(manifest, names)

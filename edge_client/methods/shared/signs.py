@@ -28,6 +28,7 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field
 
+from edge_client.blocks import Blocks, head, rest, weights
 from edge_client.bundle import F32, Bits, Model, Packed
 from edge_client.errors import ConfigError, LostError
 from edge_client.methods import ALL, Influence, Method, Range, Search
@@ -36,7 +37,6 @@ from edge_client.methods.shared.averaging import Mean
 from edge_client.methods.shared.changes import ExactCodecName
 from edge_client.methods.shared.network import network
 from edge_client.methods.shared.units import UNITS, Units, held
-from edge_client.parts import Part, head, rest, weights
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, EpochLoss, Local, Personal, Task
@@ -102,7 +102,7 @@ class Received:
         majority: Bits = 2 * self.plus.astype(np.int64) >= self.votes
         return majority
 
-    def contexts(self, masked: Part) -> NDArray[np.uint16]:
+    def contexts(self, masked: Blocks) -> NDArray[np.uint16]:
         """What tells how likely a flip is: the votes, in at most 32 levels, and where the weight lies, in 128."""
         votes = self.plus.astype(np.uint64) * _LEVELS // max(_LEVELS, self.votes + 1)
         blocks = np.arange(len(masked.blocks)) * _PLACES // max(_PLACES, len(masked.blocks))
@@ -123,8 +123,8 @@ class Update:
 class Parts:
     """Parts of the model: signs are learned of `masked`; `local` is trained as float32 on the device."""
 
-    masked: Part
-    local: Part
+    masked: Blocks
+    local: Blocks
 
 
 class SignMasks(Method):

@@ -3,13 +3,13 @@
     from edge_client import Client
     result = Client("https://fleet.example.org", token, "mine.npz").run()
 
-`edge_client.local` runs a round, `retry` repeats a request, `journal` survives a power cut; this file calls them in
+`local` runs a round, `journal` survives a power cut, `edge_client.link` repeats requests; this file calls them in
 order. Nothing here draws random numbers or reads a clock that could reach an update: the same assignment gives the same
 bytes, so a device killed in a round trains it again, or sends the update it had stored, with the same effect.
 
 A round that cannot be done (training diverged, memory ran out, values were lost, the coordinator refuses the update) is
 reported, and the device asks for work again. Only what asking again cannot mend ends the run: see
-`edge_client.exit_codes`.
+`edge_client.commands.exit_codes`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from edge_client.align import Align
 from edge_client.backends import installed
 from edge_client.bundle import digest
 from edge_client.data import DeviceData, read
+from edge_client.device.journal import Identity, Journal, Pending, Secret
+from edge_client.device.local import Outcome, choose_model, failure_of, run_round
+from edge_client.device.session import Session, enrol, open_session, try_out
 from edge_client.errors import (
     BundleError,
     ConfigError,
@@ -37,8 +40,10 @@ from edge_client.errors import (
     UnreachableError,
 )
 from edge_client.events import Event, OnEvent, Watch
-from edge_client.journal import Identity, Journal, Pending, Secret
-from edge_client.local import Outcome, choose_model, failure_of, run_round
+from edge_client.link.remote import Remote
+from edge_client.link.remote_bundle import MAX_PARAMETERS, check_downlink
+from edge_client.link.retry import Retry
+from edge_client.link.transport import Transport
 from edge_client.measure.energy import Meter
 from edge_client.measure.meters import AUTO, choose
 from edge_client.measure.round_cost import RoundCost
@@ -57,11 +62,6 @@ from edge_client.protocol.messages import (
     Work,
 )
 from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
-from edge_client.remote import Remote
-from edge_client.remote_bundle import MAX_PARAMETERS, check_downlink
-from edge_client.retry import Retry
-from edge_client.session import Session, enrol, open_session, try_out
-from edge_client.transport import Transport
 
 HOLD = 25.0  # seconds the coordinator may hold a request for work: below the usual 30 s of proxies
 LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link that breaks meanwhile costs the upload
@@ -158,7 +158,7 @@ class Client:
         """Take part until the federation ends, or `rounds` rounds are acknowledged.
 
         `once` asks for work a single time, does what there is and returns without waiting. Raises MaskfleetError;
-        `edge_client.exit_codes` has each kind's exit code.
+        `edge_client.commands.exit_codes` has each kind's exit code.
         """
         say: OnEvent = on_event or (lambda _: None)
         chosen = choose(self.meter)
@@ -398,7 +398,7 @@ class _Run:
 
     def _finish(self, session: Session, work: Finish) -> Report | None:
         """Make, measure and write the personal model, and report it; None when there is newer work to ask for."""
-        from edge_client.conclude import conclude, remarks  # onnx is needed only here
+        from edge_client.device.conclude import conclude, remarks  # onnx is needed only here
 
         downlink = self._downlink(session, work)
         if downlink is None:

@@ -40,7 +40,7 @@ def check_graph(path: Path, name: str, sample: tuple[int, ...]) -> None:
 
     `sample` is the shape of one sample, the graph's input `x` without its batch axis.
     """
-    command = [sys.executable, "-m", "edge_client.graphs", str(path), *map(str, sample)]
+    command = [sys.executable, "-m", "edge_client.graph.check", str(path), *map(str, sample)]
     env = {**os.environ, "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread's stack counts as memory
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=10 * CHECK_SECONDS)

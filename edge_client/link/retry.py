@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from edge_client.errors import UnreachableError
 from edge_client.events import Event, OnEvent
-from edge_client.transport import RETRY_AFTER_MOST, Transient
+from edge_client.link.transport import RETRY_AFTER_MOST, Transient
 
 FIRST = 0.5  # seconds: the bound of the first wait
 MOST = 60.0

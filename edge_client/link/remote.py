@@ -16,8 +16,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from edge_client.bundle import Part, digest
 from edge_client.errors import ServerError, UnreachableError, first_fault
 from edge_client.files import append, check_room, digest_of, disk
-from edge_client.retry import Retry, backoff
-from edge_client.transport import Transient, Transport, body, content_digest
+from edge_client.link.retry import Retry, backoff
+from edge_client.link.transport import Transient, Transport, body, content_digest
 
 DOWNLOADS = 5  # tries of a download whose bytes do not match their digest
 

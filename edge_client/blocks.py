@@ -1,6 +1,6 @@
 """Parts of the flat parameter vector: the one way in which methods name what they mask, train, send or keep.
 
-A part is an ordered list of blocks, each a contiguous span with a matrix shape: a whole tensor, or the rows of one
+A part is `Blocks`, an ordered list of blocks, each a contiguous span with a matrix shape: a whole tensor, or the rows of one
 gate of an LSTM weight. `gather` copies a part out of a flat vector, `scatter` writes it back, `places` gives where each
 block lies within the gathered vector. Which part is used for what is the method's decision.
 """
@@ -37,7 +37,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Part:
+class Blocks:
     """Blocks of the flat vector in order."""
 
     blocks: tuple[Block, ...]
@@ -53,9 +53,9 @@ class Part:
         ends = list(accumulate(b.size for b in self.blocks))
         return tuple(slice(end - b.size, end) for b, end in zip(self.blocks, ends, strict=True))
 
-    def without(self, other: Part) -> Part:
+    def without(self, other: Blocks) -> Blocks:
         """The blocks that the other part does not have."""
-        return Part(tuple(b for b in self.blocks if b not in other.blocks))
+        return Blocks(tuple(b for b in self.blocks if b not in other.blocks))
 
     def places_of(self, names: Collection[str]) -> NDArray[np.int64]:
         """The indices, within the gathered vector, of the blocks of the tensors called `names`."""
@@ -72,9 +72,9 @@ class Part:
             flat[block.span] = values[place]
 
 
-def tensors(manifest: Manifest, names: Collection[str]) -> Part:
+def tensors(manifest: Manifest, names: Collection[str]) -> Blocks:
     """The whole tensors called `names`, in the order of the parameter table."""
-    return Part(tuple(Block(t.name, t.span, t.shape) for t in manifest.parameters if t.name in names))
+    return Blocks(tuple(Block(t.name, t.span, t.shape) for t in manifest.parameters if t.name in names))
 
 
 def trained_layers(manifest: Manifest, layers: Iterable[Layer]) -> tuple[Layer, ...]:
@@ -82,12 +82,12 @@ def trained_layers(manifest: Manifest, layers: Iterable[Layer]) -> tuple[Layer, 
     return tuple(x for x in layers if any(manifest.tensors[name].trainable for name in x.weights))
 
 
-def head(manifest: Manifest) -> Part:
+def head(manifest: Manifest) -> Blocks:
     """The weights and biases of the last layer."""
     return tensors(manifest, {*manifest.layers[-1].weights, *manifest.layers[-1].biases})
 
 
-def weights(manifest: Manifest, layers: Iterable[Layer], without_gates: Collection[str] = ()) -> Part:
+def weights(manifest: Manifest, layers: Iterable[Layer], without_gates: Collection[str] = ()) -> Blocks:
     """The trained weights of layers, a block a tensor; of a recurrent layer a block a gate, without the gates named."""
     blocks: list[Block] = []
     for layer in layers:
@@ -98,7 +98,7 @@ def weights(manifest: Manifest, layers: Iterable[Layer], without_gates: Collecti
                 if gate not in without_gates or not gate:
                     low = tensor.offset + i * size
                     blocks.append(Block(tensor.name, slice(low, low + size), shape))
-    return Part(tuple(blocks))
+    return Blocks(tuple(blocks))
 
 
 def frozen(manifest: Manifest) -> NDArray[np.bool_]:
@@ -109,10 +109,10 @@ def frozen(manifest: Manifest) -> NDArray[np.bool_]:
     return bits
 
 
-def rest(manifest: Manifest, *others: Part) -> Part:
+def rest(manifest: Manifest, *others: Blocks) -> Blocks:
     """The trainable tensors of which no other part has any value."""
     taken = np.zeros(manifest.d, np.bool_)
     for part in others:
         part.scatter(np.ones(part.size, np.bool_), taken)
     free = [t for t in manifest.parameters if t.trainable and not taken[t.span].any()]
-    return Part(tuple(Block(t.name, t.span, t.shape) for t in free))
+    return Blocks(tuple(Block(t.name, t.span, t.shape) for t in free))

@@ -12,8 +12,8 @@ from pathlib import Path
 from edge_client.bundle import MANIFEST, Bundle, Manifest, digest, parse_manifest
 from edge_client.errors import BundleError, PayloadError
 from edge_client.files import digest_of, disk, make_folder, replace, write_whole
-from edge_client.graphs import check_graph
-from edge_client.remote import Remote
+from edge_client.graph.check import check_graph
+from edge_client.link.remote import Remote
 
 MAX_PARAMETERS = 1 << 25  # of one model, statistics included: 134 MB of float32, of which training needs several
 MANIFEST_MOST = 4 << 20  # bytes; a manifest has one row a tensor

@@ -1,4 +1,4 @@
-"""One request to a coordinator, and what its answer means. `edge_client.retry` repeats requests, `remote` uses both.
+"""One request to a coordinator, and what its answer means. `retry` repeats requests, `remote` uses both.
 
 `Transport.send` is the only function that reaches the network. Every answer but a 2xx becomes an error:
 

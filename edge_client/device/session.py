@@ -9,13 +9,13 @@ from pathlib import Path
 from edge_client.backends import DEFAULT_BACKEND, check_parts
 from edge_client.bundle import Bundle
 from edge_client.data import DataFile, DeviceData, check, doubts, fit
+from edge_client.device.journal import Identity, Journal
 from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetError, ServerError
 from edge_client.events import Event, OnEvent
-from edge_client.journal import Identity, Journal
+from edge_client.link.remote import Remote
+from edge_client.link.remote_bundle import open_remote
 from edge_client.methods import Method, make_method
 from edge_client.protocol.messages import Enrol, Enrolled, Personalise
-from edge_client.remote import Remote
-from edge_client.remote_bundle import open_remote
 from edge_client.task import Assignment, Course, Progress, Task
 from edge_client.training import Trainer, open_trainer
 

@@ -6,7 +6,7 @@ A state folder serves one enrolment and one process at a time:
     device.json      name, credential, secret, token digest, the coordinator's answer to the enrolment
     pending-0000013  round 13 as it was trained: a line of JSON, what the method keeps, the update
     kept-0000012     the same of round 12, whose update the coordinator has acknowledged
-    bundles/         the models, see `edge_client.remote_bundle`
+    bundles/         the models, see `edge_client.link.remote_bundle`
     personal.onnx, done.json: the end
 
 The order of a round is `pending-r`, PUT, rename to `kept-r`: what a method keeps counts only together with an update

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 
-from edge_client.exit_codes import ExitCode
+from edge_client.commands.exit_codes import ExitCode
 
 CODES = {signal.SIGTERM: ExitCode.TERMINATED, signal.SIGINT: ExitCode.INTERRUPTED}
 SHOW_CURSOR = "\n\x1b[?25h"  # which a live line had hidden

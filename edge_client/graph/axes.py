@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from onnx import NodeProto
 
-from edge_client.nodes import settings
+from edge_client.graph.nodes import settings
 
 Shape = tuple[int, ...]
 Names = tuple[int | str | None, ...]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy_mlp import mlp
 
+from edge_client.blocks import Block, Blocks, rest, tensors, weights
 from edge_client.bundle import Init, Input, Layer, Manifest, Tensor
-from edge_client.parts import Block, Part, rest, tensors, weights
 from edge_client.targets import Classification
 
 M = mlp(3, 4, 2)
@@ -80,7 +80,7 @@ def test_what_is_scattered_is_gathered_again(gaps: list[tuple[int, int]], seed: 
     for i, (gap, size) in enumerate(gaps):
         blocks.append(Block(str(i), slice(end + gap, end + gap + size), (size,)))
         end += gap + size
-    part, rng = Part(tuple(blocks)), np.random.default_rng(seed)
+    part, rng = Blocks(tuple(blocks)), np.random.default_rng(seed)
     flat, values = rng.standard_normal(end + 3), rng.standard_normal(part.size)
     before = flat.copy()
     part.scatter(values, flat)

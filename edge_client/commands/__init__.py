@@ -1,0 +1,1 @@
+"""The commands of `maskfleet` beside `join`, and what they all do alike."""

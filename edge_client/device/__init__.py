@@ -1,0 +1,1 @@
+"""One device through a federation: before, in and after its rounds."""

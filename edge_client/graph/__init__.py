@@ -1,0 +1,1 @@
+"""What ONNX graphs say: fields, axes, and whether a graph may be opened."""

@@ -1,0 +1,1 @@
+"""The way to a coordinator: one request, its repetition, messages, bundles."""
