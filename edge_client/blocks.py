@@ -1,8 +1,8 @@
 """Parts of the flat parameter vector: the one way in which methods name what they mask, train, send or keep.
 
-A part is `Blocks`, an ordered list of blocks, each a contiguous span with a matrix shape: a whole tensor, or the rows of one
-gate of an LSTM weight. `gather` copies a part out of a flat vector, `scatter` writes it back, `places` gives where each
-block lies within the gathered vector. Which part is used for what is the method's decision.
+A part is a `Blocks`: an ordered list of blocks, each a contiguous span with a matrix shape, such as a whole tensor or
+the rows of one gate of an LSTM weight. `gather` copies a part out of a flat vector, `scatter` writes it back, `places`
+gives where each block lies within the gathered vector. Which part is used for what is the method's decision.
 """
 
 from __future__ import annotations
