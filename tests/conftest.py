@@ -51,3 +51,9 @@ def _signals() -> Iterator[None]:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@pytest.fixture
+def no_network_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lattice's steps on networks of a few parameters are those of its `quantum`, as figures by hand have them."""
+    monkeypatch.setattr("edge_client.methods.lattice.settings.SMALL", 1)

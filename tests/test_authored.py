@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.commands import authored
-from edge_client.commands.authored import AuthorError, load, place_of, theirs
+from edge_client import authored
+from edge_client.authored import AuthorError, load, place_of, theirs
 from edge_client.errors import ConfigError, DataError
 
 

@@ -12,8 +12,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from edge_client import authored
 from edge_client.bundle import views
-from edge_client.commands import authored
 from edge_client.errors import ModelError
 from edge_client.graph.check import check_graph
 from edge_client.training import open_trainer

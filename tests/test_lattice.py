@@ -35,6 +35,8 @@ from edge_client.methods.shared.network import network
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
 
+pytestmark = pytest.mark.usefixtures("no_network_is_small")
+
 
 @pytest.fixture
 def uncoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +296,13 @@ def test_the_budget_asks_for_no_steps_beyond_a_quantum_of_ten(quantum: float, to
     assert raised(fleet.state, 1e9, fleet.method.top).level == MIDDLE + min(top, 3)
     high = replace(fleet.state, level=MIDDLE + top + 1)
     assert raised(high, 1e9, fleet.method.top) == high
+
+
+@pytest.mark.parametrize(("times", "due"), [(0.5, 5.0), (1, 5.0), (2, 1.25), (100, 0.25)])
+def test_a_small_network_begins_with_finer_steps(times: float, due: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE)
+    monkeypatch.setattr("edge_client.methods.lattice.settings.SMALL", times * fleet.course.model.manifest.d)
+    assert fleet.method.first_quantum(fleet.course) == pytest.approx(due)
 
 
 @pytest.mark.parametrize(("rounds", "due"), [(1, 0.25), (2, 0.8), (3, 1.8), (4, 3.2), (5, 5.0), (60, 5.0)])

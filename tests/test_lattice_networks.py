@@ -24,6 +24,8 @@ from edge_export import export_bundle  # noqa: E402
 from torch import Tensor as T  # noqa: E402
 from torch import nn  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("no_network_is_small")
+
 TABLE = {
     "bundle": "digits",
     "data": {"name": "digits", "devices": 3, "split": "iid", "samples": 600},

@@ -31,6 +31,8 @@ from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Batch, Course, Personal, Task
 from edge_client.training import Gradient
 
+pytestmark = pytest.mark.usefixtures("no_network_is_small")
+
 M = grouped(6, 8, 5, 3)
 FOUR = {d: samples(i % 3) for i, d in enumerate("abcd")}
 THREE = {d: FOUR[d] for d in "abc"}

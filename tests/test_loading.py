@@ -115,6 +115,24 @@ def test_a_federation_that_cannot_be_loaded_can_be_stopped_and_deleted(
     asyncio.run(main())
 
 
+def test_another_federation_that_has_the_name_by_now_is_not_stopped_or_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made at another coordinator, which this one has not looked at yet."""
+    monkeypatch.setattr("coord_server.coordinator.WATCH", 3600.0)
+
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b")
+        change(tmp_path, "update federations set config = replace(config, 'fedavg', 'nosuch')")
+        async with served(tmp_path) as fleet:
+            change(tmp_path, "update federations set first = first + 9, version = version + 9")
+            for method, path in (("POST", "/v1/federations/fed/stop"), ("DELETE", "/v1/federations/fed")):
+                assert "has just changed" in refused(await fleet.operator(method, path), "wrong-phase")
+
+    asyncio.run(main())
+
+
 def test_one_that_was_stopped_without_its_method_stays_so_with_it(tmp_path: Path) -> None:
     """What another coordinator, which has the method, finds too."""
 

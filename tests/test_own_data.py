@@ -18,8 +18,8 @@ from edge_bench.data.table import DataConfig
 from edge_bench.simulation.file import find_bundle, open_simulation, read_config
 from PIL import Image
 
+from edge_client.authored import AuthorError
 from edge_client.bundle import Input, Manifest, Normalisation
-from edge_client.commands.authored import AuthorError
 from edge_client.data import fit
 from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError

@@ -18,8 +18,8 @@ from edge_bench.simulation.file import find_bundle, read_config
 from typer import Typer
 from typer.testing import CliRunner
 
+from edge_client.authored import AuthorError
 from edge_client.bundle import Bundle, Manifest, Normalisation
-from edge_client.commands.authored import AuthorError
 from edge_client.data import DataFile
 from edge_client.errors import ConfigError, DataError, ModelError
 

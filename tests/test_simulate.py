@@ -336,6 +336,20 @@ def test_a_cohort_larger_than_the_devices_is_named_and_the_heading_says_how_many
         assert ("cohort = 4, but there are 3 devices" in said) == (cohort == 4)
 
 
+def test_what_is_said_of_the_numbers_to_predict_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        simulate_cli.histogram, "uncentred", lambda devices: [f"{len(devices)} have numbers far from 0"]
+    )
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'bundle = "digits"\nrounds = 1\ncohort = 1\n[data]\nname = "digits"\ndevices = 3\n[methods.fedavg]\n'
+    )
+    simulate_cli.simulate(file, labels=True)
+    assert "3 have numbers far from 0" in capsys.readouterr().out
+
+
 def test_names_that_are_not_there_are_refused_with_the_nearest(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('bundle = "digits"\nrounds = 1\ncohort = 1\n[data]\nname = "digits"\n[methods.fedavg]\n')

@@ -19,7 +19,7 @@ from edge_kernels import counter
 from edge_client import bundle
 from edge_client.bundle import MANIFEST, Bundle
 from edge_client.errors import BundleError, ConfigError
-from edge_client.graph import check as graphs
+from edge_client.graph import check
 from edge_client.named_bundles import packaged
 
 NAMES = (
@@ -119,6 +119,6 @@ def recipe() -> str:
     here = Path(__file__).parent
     exporter = find_spec("edge_export")
     places = [] if exporter is None else [Path(p) for p in exporter.submodule_search_locations or ()]
-    files = [here / "pretrain.py", *(Path(module.__file__ or "") for module in (bundle, graphs, counter))]
+    files = [here / "pretrain.py", *(Path(module.__file__ or "") for module in (bundle, check, counter))]
     files += [file for place in (here / "data", here / "models", *places) for file in sorted(place.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

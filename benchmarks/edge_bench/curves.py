@@ -1,6 +1,6 @@
 """Score against bytes: what a device has sent and received after each round, and how good its model is then.
 
-The curve of a method as numbers, as plain characters for a terminal, and as a PNG. What a record holds is in `report`.
+The curve of a method as numbers, as plain characters for a terminal, and as a PNG. What a record holds is in `records`.
 """
 
 from __future__ import annotations

@@ -212,12 +212,12 @@ class Rounds:
 
         Raises StateError.
         """
-        blobs, shelves = self._store.blobs, self._method_state
+        blobs, record_shelf = self._store.blobs, self._method_state.record_shelf
         kept = {
-            device: None if value is None else put(blobs, shelves.record_shelf(device, round_), aggregation.pack(value))
+            device: None if value is None else put(blobs, record_shelf(device, round_), aggregation.pack(value))
             for device, value in closed.records.items()
         }
-        return put(blobs, shelves.shelf("values", round_), aggregation.pack(closed.state)), kept
+        return put(blobs, self._method_state.shelf("values", round_), aggregation.pack(closed.state)), kept
 
     async def close(self) -> None:
         """Stop folding: what is not committed is folded again by the next process."""
@@ -242,18 +242,18 @@ class Rounds:
         The downlinks of the last closed round and the values of the one before stay, because a process whose memory is
         one round behind may still read them.
         """
-        blobs, shelves, closed = self._store.blobs, self._method_state, self._method_state.closed
+        blobs, method_state, closed = self._store.blobs, self._method_state, self._method_state.closed
         over = self._commits.state.phase in ("finished", "stopped")
         for name, oldest in (("updates", closed + 1 + over), ("downlinks", closed), ("values", closed - 1)):
-            for round_ in self._rounds_on(f"{shelves.root}/{name}"):
+            for round_ in self._rounds_on(f"{method_state.root}/{name}"):
                 if round_ < oldest:
-                    blobs.drop(shelves.shelf(name, round_))
-        for device in blobs.shelves(f"{shelves.root}/records") if devices is None else devices:
-            old = [round_ for round_ in self._rounds_on(f"{shelves.root}/records/{device}") if round_ < closed]
+                    blobs.drop(method_state.shelf(name, round_))
+        for device in blobs.shelves(f"{method_state.root}/records") if devices is None else devices:
+            old = [round_ for round_ in self._rounds_on(f"{method_state.root}/records/{device}") if round_ < closed]
             found = self._store.metadata.record(self.id, device) if old else None
             for round_ in old:
                 if found is None or round_ != found[0]:
-                    blobs.drop(shelves.record_shelf(device, round_))
+                    blobs.drop(method_state.record_shelf(device, round_))
 
     def _rounds_on(self, shelf: str) -> list[int]:
         """The rounds that have a shelf below `shelf`; a foreign folder is left alone and named once."""

@@ -46,7 +46,7 @@ class UnloadedFederation:
         """Stop it; refuse every other command. Raises Refusal, StateError."""
         if kind is not events.Stopped:
             raise self.refusal()
-        head = await asyncio.to_thread(self._metadata.head, self.id)
+        head = await self._head()
         try:
             state = engine.load(head.state)
         except ValidationError:
@@ -61,7 +61,7 @@ class UnloadedFederation:
 
     async def delete(self) -> None:
         """Delete its rows unless it runs somewhere; its blobs stay. Raises Refusal, StateError."""
-        head = await asyncio.to_thread(self._metadata.head, self.id)
+        head = await self._head()
         with suppress(ValidationError):  # a state that cannot be read runs nowhere
             why = engine.keeps(engine.load(head.state))
             if why is not None:
@@ -69,6 +69,13 @@ class UnloadedFederation:
         if not await asyncio.to_thread(self._metadata.delete_federation, self.id, head.version):
             raise self._changed()
         log.info("%s: deleted by the operator; it could not be loaded", self.id)
+
+    async def _head(self) -> Head:
+        """The federation's row as it stands. Raises Refusal when another one has the name by now."""
+        head = await asyncio.to_thread(self._metadata.head, self.id)
+        if head.first != self.first:
+            raise self._changed()
+        return head
 
     def _changed(self) -> Refusal:
         return Refusal("wrong-phase", f"federation {self.id!r} has just changed; send the request again")

@@ -1,1 +1,1 @@
-"""The commands of `maskfleet` beside `join`, and what they all do alike."""
+"""Commands without a room of their own, the exit codes of all, and how signals end them."""

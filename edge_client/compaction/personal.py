@@ -140,7 +140,9 @@ def write_smallest(
     align: Align = "rule",
     clock: Clock | None = None,
 ) -> PersonalReport | str:
-    """Write `personal` as `write_personal` does, or as `write_dense` does where that refuses; then returns why.
+    """Write `personal` as `write_personal` does, or as `write_dense` does where that refuses.
+
+    Returns the report, or why the dense model was written instead.
 
     Raises CompactionError when the values do not fit the bundle, StateError when the file cannot be written.
     """

@@ -135,10 +135,10 @@ def aligned(ids: Ids, shape: Shape, lengths: list[int]) -> bool:
 def slots(w: Writer, node: NodeProto) -> dict[int, Ids]:
     """For the axes of a reshape's input that it splits: their entries in an order that the split fits, -2 for zeros.
 
-    The entries of one axis of the output are cut, the axis of which that leaves the fewest elements. At level 0 the
-    others may each keep different entries of the last one (each head of an attention its own), as many as the one with
-    the most keeps; of another axis, as of the heads themselves, all keep the same. At level 1 they do of any. At level
-    2 nothing is cut.
+    One axis of the output is cut: the one whose cut leaves the fewest elements. At level 0 each index of the other axes
+    may keep its own entries of the last axis (each head of an attention its own), as many as the one with the most; of
+    any other axis, such as that of the heads, all keep the same. At level 1 all keep the same on every axis. At level 2
+    nothing is cut.
     """
     name, out = node.input[0], node.output[0]
     before, after = w.study.shape(name), w.study.shape(out)

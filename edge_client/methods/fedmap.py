@@ -258,7 +258,7 @@ class FedMap(Coded):
         return Payload({"values": sent, MASK: encoded_mask(manifest, mask), **arrays}, meta)
 
     def follows(self, course: Course, round_: int, pruned: int, mask: Bits) -> bool:
-        """Whether devices derive this mask, which `pruned` weights left last.
+        """Whether devices derive this mask themselves; `pruned` weights left it in the last pruning.
 
         They do not when the operator has changed the number of rounds, and with it the schedule, since it was made.
         """

@@ -186,7 +186,7 @@ class Hermes(Coded):
         return State(parameters), {}
 
     def of_device(self, course: Course, state: State, record: Structure | None, everyone: Personal) -> Personal | None:
-        """Not that of a device without a record: after a reported loss it may still hold units of its own."""
+        """None for a device without a record: after a reported loss it may still hold units of its own."""
         if record is None or course.model.manifest.buffers:
             return None
         return _units(course.model, record).applied(state.parameters, course.model.buffers)

@@ -11,9 +11,8 @@ from unittest.mock import patch
 import torch
 from pydantic import ValidationError
 
-from edge_client import toml
+from edge_client import authored, toml
 from edge_client.bundle import About, Bundle
-from edge_client.commands import authored
 from edge_client.errors import ConfigError, first_fault
 from edge_export.tables import InitScheme, unseeded
 from edge_export.writer import export_bundle

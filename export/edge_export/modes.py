@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from edge_client.commands import authored
+from edge_client import authored
 from edge_client.errors import ModelError
 
 

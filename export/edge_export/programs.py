@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.func import functional_call
 from torch.fx import Node
 
-from edge_client.commands import authored
+from edge_client import authored
 from edge_client.errors import ModelError
 from edge_export.draws import KEY, inputs, labels, moved
 from edge_export.dropout import Drops, repeatable

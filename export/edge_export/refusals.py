@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from edge_client.commands import authored
+from edge_client import authored
 from edge_client.errors import ModelError
 from edge_export.modes import duplicate, in_training
 from edge_export.onnx_writer import Unsupported

@@ -39,9 +39,9 @@ What stays although its mask would let it go:
 
 * **Norms over channels** (layer norm, group norm, softmax or a length over channels): a constant channel takes part in
   the mean and the deviation. The layers before it are cut, the norm reads all its channels.
-* **Heads**: all heads of an attention are computed at once, so each is as wide as the widest. An operator that takes
-  heads only of the same entries, as the rotation of pairs by their positions does, keeps more: its halves, in another
-  order, would need a gather of their own in each head.
+* **Heads**: all heads of an attention are computed at once, so each is as wide as the widest; those that are gone as a
+  whole are left out. An operator that takes heads only of the same entries, as the rotation of pairs by their positions
+  does, keeps more: its halves, in another order, would need a gather of their own in each head.
 * **Attention under masks that leave biases**: a pruned query entry is a constant, not zero, so its product with the
   keys stays. A pruned key entry cancels in the softmax, and the average of a pruned value entry is that constant. Where
   a product mixes the heads' scores before the softmax, the key entries stay.

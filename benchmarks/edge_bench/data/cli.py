@@ -13,7 +13,7 @@ from edge_bench import own_model, toml_text
 from edge_bench.command_line import check_new_folder
 from edge_bench.data import datasets
 from edge_bench.simulation.file import prepare, read_simulation
-from edge_client.commands.authored import is_place
+from edge_client.authored import is_place
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError
 

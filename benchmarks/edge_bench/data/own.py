@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from edge_bench.data import images
 from edge_bench.data.images import Form
 from edge_bench.data.sources import SPLITS, Samples
-from edge_client.commands import authored
+from edge_client import authored
 from edge_client.data import DataFile, checked, finite
 from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError, suggestion

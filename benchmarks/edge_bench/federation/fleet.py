@@ -63,6 +63,7 @@ class Fleet:
     ) -> Ended:
         """One federation of all devices, from enrolment to every device's personal model. Raises ProcessError.
 
+        It waits for all devices, and ten minutes for a round, whatever `config` says of `min_devices` and the deadline.
         `secrets_of` gives each device its secret, so that a run can be repeated; None lets each device draw its own.
         `python_of` gives a device the command of another Python than this process's.
         """

@@ -11,8 +11,8 @@ from functools import partial
 from coord_server import aggregation
 from edge_bench.simulation.file import SimulationConfig
 from edge_bench.simulation.simulate import RoundRow, Simulated, run
+from edge_client.authored import described, place_of
 from edge_client.bundle import Bundle
-from edge_client.commands.authored import described, place_of
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import Method

@@ -16,8 +16,8 @@ from edge_bench.data.datasets import Divided
 from edge_bench.data.table import DataConfig
 from edge_bench.own_model import ExportConfig, open_module
 from edge_client import toml
+from edge_client.authored import is_place
 from edge_client.bundle import Bundle
-from edge_client.commands.authored import is_place
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, first_fault
 from edge_client.methods import Method, make_method

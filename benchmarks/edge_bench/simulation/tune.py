@@ -35,8 +35,8 @@ from edge_bench.simulation.file import SimulationConfig, prepare, read_simulatio
 from edge_bench.simulation.simulate import RoundRow
 from edge_bench.simulation.workers import WorkerEndedError
 from edge_client import toml
+from edge_client.authored import described, is_place
 from edge_client.bundle import Bundle
-from edge_client.commands.authored import described, is_place
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 from edge_client.methods import Method, Range, Search

@@ -168,9 +168,10 @@ class FedMask(Method):
         names = tuple(layer.name for layer in layers)
         pruned = names[max(0, len(names) - count) :] if isinstance(count, int) else count
         if not names:
+            mend = 'set head = "masked", or ' if choice.head == "local" else ""
             raise ConfigError(
                 f"bundle {m.name!r} has no trained layer that head = {choice.head!r} leaves to mask; "
-                'set head = "masked", or take a method that averages weights'
+                f"{mend}take a method that averages weights"
             )
         if not set(pruned) <= set(names):
             raise ConfigError(f"prune_layers = {count!r}, but the masked layers are {list(names)}; name some of these")

@@ -1,4 +1,6 @@
-"""Lattice: federated averaging on a grid of whole numbers, exact both ways. docs/methods/lattice.md has the reasons.
+"""Lattice: federated averaging on a grid of whole numbers, exact both ways.
+
+docs/methods/lattice.md has the reasons.
 
 The model is ``w0 + step / K / 2**MIDDLE * N``: the bundle's weights w0, an integer N for each trainable parameter, a
 step for each tensor, the federation's cohort K.

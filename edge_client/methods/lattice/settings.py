@@ -26,6 +26,7 @@ OF_PRUNING = ("prune_after", "prune_keep", "prune_epochs", "prune_lr")
 TOP = 10.0  # the quantum up to which the budget makes steps coarser; beyond it scores can fall by tens of points
 QUANTUM = 0.25  # the least: with much finer ones updates exceed `update_limit`, and moves 16 bits
 FEW_ROUNDS = 5  # a shorter run has finer steps, since what the rounding leaves over has no round to follow in
+SMALL = 5000  # parameters: a smaller network has finer steps, since headers are most of its bytes in any case
 LEAST = 6144.0  # coded bytes of a device and round that the budget always allows: small networks need fine steps
 
 
@@ -34,7 +35,8 @@ class Settings(LocalSgd):
 
     quantum: Annotated[float, Field(ge=QUANTUM, le=10_000)] = 5.0
     """Step / cohort in units of the first round's rms. A larger one costs fewer bits; 15, with `budget = 400`, is
-    thrifty. A run of fewer than five rounds has quantum * (rounds / 5)^2, at least 0.25."""
+    thrifty. A run of fewer than five rounds has quantum * (rounds / 5)^2, a network of fewer than 5,000 parameters
+    quantum * (parameters / 5,000)^2, at least 0.25."""
     statistics: Literal["mean", "local"] = "mean"
     """Batch-norm statistics are averaged, or stay on the device."""
     budget: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 110.0
@@ -78,8 +80,9 @@ class Settings(LocalSgd):
         return (each.astype(np.float64) * share).astype(np.float32)
 
     def first_quantum(self, course: Course) -> float:
-        """The quantum that a run begins with: `quantum`, or a part of it in one of fewer than FEW_ROUNDS rounds."""
-        return max(QUANTUM, self.quantum * min(1.0, course.rounds / FEW_ROUNDS) ** 2)
+        """The quantum that a run begins with: `quantum`, or a part of it in a short run or of a small network."""
+        share = min(1.0, course.rounds / FEW_ROUNDS) * min(1.0, trainable(course.model.manifest).size / SMALL)
+        return max(QUANTUM, self.quantum * share**2)
 
     @property
     def top(self) -> int:

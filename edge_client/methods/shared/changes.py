@@ -23,8 +23,8 @@ CODEC_HEAD = 64  # bytes that an exact codec may need beside its bits
 
 
 def limit(n: int) -> int:
-    """The most bytes that the changes of n bits take: where half of them change, codecs take up to 1 % over a bit."""
-    return bitset.size(n) + n // 800 + CODEC_HEAD
+    """The most bytes that the changes of n bits take: a codec that does not suit them may take two bits for each."""
+    return 2 * bitset.size(n) + CODEC_HEAD
 
 
 def _exact(name: str) -> str:
