@@ -303,6 +303,7 @@ def test_a_small_network_begins_with_finer_steps(times: float, due: float, monke
     fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE)
     monkeypatch.setattr("edge_client.methods.lattice.settings.SMALL", times * fleet.course.model.manifest.d)
     assert fleet.method.first_quantum(fleet.course) == pytest.approx(due)
+    assert ("a smaller quantum" in fleet.method.hints(fleet.course.model)) is (due > 0.25)
 
 
 @pytest.mark.parametrize(("rounds", "due"), [(1, 0.25), (2, 0.8), (3, 1.8), (4, 3.2), (5, 5.0), (60, 5.0)])

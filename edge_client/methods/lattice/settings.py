@@ -70,7 +70,8 @@ class Settings(LocalSgd):
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         whole = ("a larger prune",) if self.prune is not None else ()
-        finer = ("a smaller quantum",) if self.quantum > QUANTUM else ()
+        begins = self.quantum * (1.0 if model is None else smallness(model) ** 2)
+        finer = ("a smaller quantum",) if begins > QUANTUM else ()
         binding = self.budget > 1 and (model is None or self.round_budget(model) > LEAST)
         return ("lr", MORE_EPOCHS, *whole, *finer, *(("budget = 1, for more bytes",) if binding else ()))
 
@@ -81,7 +82,7 @@ class Settings(LocalSgd):
 
     def first_quantum(self, course: Course) -> float:
         """The quantum that a run begins with: `quantum`, or a part of it in a short run or of a small network."""
-        share = min(1.0, course.rounds / FEW_ROUNDS) * min(1.0, trainable(course.model.manifest).size / SMALL)
+        share = min(1.0, course.rounds / FEW_ROUNDS) * smallness(course.model)
         return max(QUANTUM, self.quantum * share**2)
 
     @property
@@ -126,3 +127,8 @@ class Settings(LocalSgd):
         """How a device makes its personal model."""
         rate = self.learning_rate(net.origin.model) * PERSONAL_RATE
         return replace(self.plan(net), epochs=self.personal_epochs, rate=rate)
+
+
+def smallness(model: Model) -> float:
+    """The model's trainable parameters over `SMALL`, at most 1."""
+    return min(1.0, trainable(model.manifest).size / SMALL)
