@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from edge_bench import toml_text
 from edge_bench.data import datasets
 from edge_bench.own_model import ExportConfig
@@ -170,6 +172,17 @@ def test_the_same_seed_gives_the_same_trials_however_often_the_search_is_interru
     assert search("fedavg", plan(file, 7), storage(tmp_path / "parts")) == whole
     other = Plan(**{**vars(plan(file, 2)), "seed": 1})
     assert search("fedavg", other, storage(tmp_path / "other"))[1].settings != whole[1].settings
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_search_that_is_stopped_says_that_the_same_command_goes_on(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
+) -> None:
+    monkeypatch.setattr("edge_bench.simulation.tune.run_all", lambda *given, **named: signal.raise_signal(number))
+    with pytest.raises(typer.Exit) as stopped:
+        tune(file, method="fedavg", trials=1)
+    assert stopped.value.exit_code == code
+    assert "stopped; the same command goes on" in capsys.readouterr().out
 
 
 def test_a_worker_that_ends_says_nothing_of_the_settings_and_its_trial_is_made_again(

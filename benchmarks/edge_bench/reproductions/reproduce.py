@@ -19,7 +19,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import advice, provenance
-from edge_bench.command_line import check_folder, known_names, plain_console, write_text
+from edge_bench.command_line import check_folder, known_names, plain_console, terminable, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.data import datasets
 from edge_bench.progress import PAUSE, Steps
@@ -33,7 +33,6 @@ from edge_bench.simulation.record import simulated
 from edge_bench.simulation.simulate import RoundRow
 from edge_client.bench.tables import plain_table
 from edge_client.bundle import Bundle
-from edge_client.commands.exit_codes import ExitCode
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, MaskfleetError
 
@@ -254,12 +253,12 @@ def reproduce(
         done |= (others := taken_over(folder, owed))
         owed = {sha: cell for sha, cell in owed.items() if sha not in others}
     console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
-    try:
-        with Steps(console, sum(cell.config.rounds for cell in owed.values()), PAUSE) as steps:
+    with Steps(console, sum(cell.config.rounds for cell in owed.values()), PAUSE) as steps, terminable() as code:
+        try:
             ran, failures = run_cells(owed, folder / CELLS, processes, validation, r.small, steps)
-    except KeyboardInterrupt:
-        console.print("stopped; the same command goes on: cells that ended are kept, the one under way begins anew")
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except KeyboardInterrupt:
+            console.print("stopped; the same command goes on: cells that ended are kept, the one under way begins anew")
+            raise typer.Exit(code[-1]) from None
     done |= ran
     finish(name, r, folder, done, full)
     if validation:
