@@ -78,6 +78,18 @@ def test_frozen_tensors_never_change(name: str, seed: int | None) -> None:
             assert not np.array_equal(found.parameters, before)
 
 
+@pytest.mark.parametrize("settings", [{}, {"down": "float16"}, {"up": "eden:1"}])
+def test_what_a_device_sends_for_frozen_values_is_dropped(settings: dict[str, Any]) -> None:
+    """Its engine is faulty, or it is hostile."""
+    m = frozen(*FROZEN)
+    there = Rounds(make_method({"name": "fedavg", **settings}), m, 4, trainer=NumpyMlp(m))  # which trains them too
+    before = there.state.parameters.copy()
+    there.play("a", "b")
+    for tensor in FROZEN:
+        assert np.array_equal(there.state.parameters[m.tensors[tensor].span], before[m.tensors[tensor].span])
+    assert not np.array_equal(there.state.parameters, before)
+
+
 @pytest.mark.parametrize("name", ["fedmask", "signed", "bnn", "fedpm", "coupled", "deltamask"])
 def test_what_is_frozen_has_no_mask(name: str) -> None:
     method, free = make_method({"name": name}), frozen()

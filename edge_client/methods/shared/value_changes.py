@@ -7,7 +7,8 @@ codec's stream is (seed, "update values", round, device).
 With `feedback` a device adds what its codec lost of its last change to the next one (Seide et al., Interspeech 2014).
 A method keeps that residual on the device, and decides which of it is still of use when other values travel.
 
-Values that no device trains are `fixed`: a codec like EDEN decodes a change of 0 as another number, which is dropped.
+Values that no device trains are `fixed`: the server drops what a device sends for them. A codec like EDEN decodes a
+change of 0 as another number, and a device may be faulty.
 """
 
 from __future__ import annotations
@@ -111,14 +112,14 @@ class Uplink:
         further arrays that the payload may hold. Raises PayloadError.
         """
         if self.whole:
-            return unpacked(payload, name, PLAIN, own.size, 0, others)
+            return np.where(fixed, own, unpacked(payload, name, PLAIN, own.size, 0, others))
         return applied(own, self.read_change(a, payload, fixed, *others))
 
     def read_change(self, a: Assignment, payload: Payload, fixed: Bits, *others: str) -> F32:
-        """The change, float32[n], 0 where `fixed` bool[n] is True if a codec was used. Raises PayloadError."""
+        """The change, float32[n], 0 where `fixed` bool[n] is True. Raises PayloadError."""
         ends = self.ends(a.model.manifest)
         change = unpacked(payload, "change", self.codec, fixed.size, update_stream(a), others, ends)
-        return change if self.codec == PLAIN else np.where(fixed, np.float32(0), change)
+        return np.where(fixed, np.float32(0), change)
 
 
 class Coded(LocalSgd):
