@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,6 +20,8 @@ from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.errors import ConfigError, MaskfleetError, suggestion
 from edge_client.files import disk, write_whole
 
+N = TypeVar("N", int, float)
+
 
 def names_of(text: str, option: str) -> list[str]:
     """The names of a comma-separated list, without spaces around them. Raises ConfigError for one twice, or none."""
@@ -27,6 +29,15 @@ def names_of(text: str, option: str) -> list[str]:
     if not names or len(set(names)) != len(names):
         raise ConfigError(f"{option} {text!r}: name each one once, with commas between")
     return names
+
+
+def numbers_of(text: str, option: str, kind: Callable[[str], N]) -> list[N]:
+    """The numbers of a comma-separated list, made by `kind`, int or float. Raises ConfigError, also for one twice."""
+    try:
+        return [kind(word) for word in names_of(text, option)]
+    except ValueError:
+        whole = "whole " if kind is int else ""
+        raise ConfigError(f"{option} {text!r}: give {whole}numbers with commas between") from None
 
 
 def known_names(text: str | None, option: str, known: Collection[str], absent: str) -> list[str]:
@@ -138,3 +149,14 @@ def terminable() -> Iterator[list[ExitCode]]:
         yield code
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def saying_when_stopped(console: Console, sentence: str) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the block with `sentence` and the exit code that is due."""
+    with terminable() as code:
+        try:
+            yield
+        except KeyboardInterrupt:
+            console.print(sentence)
+            raise typer.Exit(code[-1]) from None

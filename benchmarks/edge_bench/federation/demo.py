@@ -19,7 +19,7 @@ from edge_bench.command_line import (
     check_writable,
     names_of,
     plain_console,
-    terminable,
+    saying_when_stopped,
     write_json,
 )
 from edge_bench.data import datasets
@@ -143,30 +143,26 @@ def demo(
     origin = provenance.origin()
     records: dict[str, Any] = {}
     compact: dict[str, float] = {}
-    with terminable() as code, ExitStack() as stack:
+    with saying_when_stopped(console, "stopped; every process of the demo has ended"), ExitStack() as stack:
         folder = keep_files
         if folder is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="maskfleet-demo-")))
-        try:
-            with fleet(folder, bundle, parts) as running:
-                console.print(f"coordinator at {running.url}, {len(parts)} client processes for each method")
-                for name in names:
+        with fleet(folder, bundle, parts) as running:
+            console.print(f"coordinator at {running.url}, {len(parts)} client processes for each method")
+            for name in names:
 
-                    def watch(done: list[Round], name: str = name) -> None:
-                        stands = outcome(done[-1]) if done else "devices are joining"
-                        console.print(f"{name:12s} round {len(done):3d}/{rounds}  {stands}")
+                def watch(done: list[Round], name: str = name) -> None:
+                    stands = outcome(done[-1]) if done else "devices are joining"
+                    console.print(f"{name:12s} round {len(done):3d}/{rounds}  {stands}")
 
-                    asked = FederationConfig(
-                        name=name, bundle=running.bundle, method=tables[name], rounds=rounds, cohort=len(parts),
-                        seed=seed, guard="clip",
-                    )  # fmt: skip
-                    ended = running.run(asked, watch)
-                    records[name] = federation(ended, start)
-                    if not compact:
-                        compact = compaction(bundle, ended, next(iter(parts.values())).x[:1], folder)
-        except KeyboardInterrupt:
-            console.print("stopped; every process of the demo has ended")
-            raise typer.Exit(code[-1]) from None
+                asked = FederationConfig(
+                    name=name, bundle=running.bundle, method=tables[name], rounds=rounds, cohort=len(parts),
+                    seed=seed, guard="clip",
+                )  # fmt: skip
+                ended = running.run(asked, watch)
+                records[name] = federation(ended, start)
+                if not compact:
+                    compact = compaction(bundle, ended, next(iter(parts.values())).x[:1], folder)
     title = f"{chosen.name}: every device's own model after {rounds} rounds"
     lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
     if lines:

@@ -40,7 +40,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from edge_bench import provenance
-from edge_bench.command_line import check_writable, run_module, write_json
+from edge_bench.command_line import check_writable, numbers_of, run_module, write_json
 from edge_bench.federation.processes import READY, Process, Start, address, children, coordinator
 from edge_bench.overhead.loopback import PATIENCE, Meter, create, plugin
 from edge_client.data import DeviceData
@@ -223,7 +223,7 @@ def main(
     """What a round costs besides training: maskfleet against a bare durable loop of FastAPI and httpx."""
     check_writable(json_file)
     origin = provenance.origin()
-    rows = measure(parameters, [int(k) for k in cohorts.split(",")], updates, repeats)
+    rows = measure(parameters, numbers_of(cohorts, "--cohorts", int), updates, repeats)
     units = {"seconds": "of a round, median", "cpu": "seconds of the server, a round", "memory": "peak bytes, server"}
     write_json(json_file, {**origin, "parameters": parameters, "units": units, "results": rows})
 

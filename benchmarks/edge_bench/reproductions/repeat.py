@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import provenance
-from edge_bench.command_line import check_writable, names_of, run_module, write_json
+from edge_bench.command_line import check_writable, numbers_of, run_module, write_json
 from edge_bench.curves import shown
 from edge_bench.reproductions.reproduction import stands
 from edge_bench.reproductions.stored_runs import fitting
@@ -72,14 +72,6 @@ def _stored(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return runs
 
 
-def _numbers(seeds: str) -> list[int]:
-    """The seeds of a comma-separated list. Raises ConfigError."""
-    try:
-        return [int(seed) for seed in names_of(seeds, "--seeds")]
-    except ValueError:
-        raise ConfigError(f"--seeds {seeds!r}: give whole numbers with commas between, such as 0,1,2") from None
-
-
 def main(
     config: Annotated[Path, typer.Argument(help="The simulation's TOML file.")],
     out: Annotated[Path, typer.Option(help="The JSON file; runs in it with the same settings are not repeated.")],
@@ -90,7 +82,7 @@ def main(
     """Run every method of a simulation for every seed."""
     check_writable(out, "--out", source=config)
     origin, runs = provenance.origin(), dict[str, dict[str, Any]]()
-    for i, seed in enumerate(_numbers(seeds)):
+    for i, seed in enumerate(numbers_of(seeds, "--seeds", int)):
         checked, found, devices = open_simulation(config, only, seed=seed, bundle=bundle)
         settings = checked.model_dump(mode="json", exclude={"methods", "seed", "processes"})
         runs = runs if i else _stored(out, settings)

@@ -19,7 +19,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import advice, provenance
-from edge_bench.command_line import check_folder, known_names, plain_console, terminable, write_text
+from edge_bench.command_line import check_folder, known_names, plain_console, saying_when_stopped, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.data import datasets
 from edge_bench.progress import PAUSE, Steps
@@ -253,12 +253,10 @@ def reproduce(
         done |= (others := taken_over(folder, owed))
         owed = {sha: cell for sha, cell in owed.items() if sha not in others}
     console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
-    with Steps(console, sum(cell.config.rounds for cell in owed.values()), PAUSE) as steps, terminable() as code:
-        try:
-            ran, failures = run_cells(owed, folder / CELLS, processes, validation, r.small, steps)
-        except KeyboardInterrupt:
-            console.print("stopped; the same command goes on: cells that ended are kept, the one under way begins anew")
-            raise typer.Exit(code[-1]) from None
+    stopped = "stopped; the same command goes on: cells that ended are kept, the one under way begins anew"
+    steps_due = sum(cell.config.rounds for cell in owed.values())
+    with Steps(console, steps_due, PAUSE) as steps, saying_when_stopped(console, stopped):
+        ran, failures = run_cells(owed, folder / CELLS, processes, validation, r.small, steps)
     done |= ran
     finish(name, r, folder, done, full)
     if validation:

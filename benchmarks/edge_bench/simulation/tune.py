@@ -26,7 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from edge_bench import own_model, provenance, records, toml_text
 from edge_bench.bundles import NAMES, is_named
-from edge_bench.command_line import check_writable, plain_console, terminable, write_json
+from edge_bench.command_line import check_writable, plain_console, saying_when_stopped, write_json
 from edge_bench.curves import amount, mean, shown
 from edge_bench.data.cli import ABOUT
 from edge_bench.progress import PAUSE, Steps
@@ -326,13 +326,11 @@ def tune(
         f"scored on {validated} validation samples; trials lie in {database}"
     )
     results: dict[str, list[Trial]] = {}
-    with Steps(console, trials * plan.config.rounds * len(plan.config.methods), PAUSE) as steps, terminable() as code:
-        try:
-            for label in plan.config.methods:
-                results[label] = _searched(label, plan, storage, steps)
-        except KeyboardInterrupt:
-            console.print("stopped; the same command goes on: trials that ended are kept, the last begins anew")
-            raise typer.Exit(code[-1]) from None
+    stopped = "stopped; the same command goes on: trials that ended are kept, the last begins anew"
+    steps_due = trials * plan.config.rounds * len(plan.config.methods)
+    with Steps(console, steps_due, PAUSE) as steps, saying_when_stopped(console, stopped):
+        for label in plan.config.methods:
+            results[label] = _searched(label, plan, storage, steps)
     found = {label: best(done, bound) for label, done in results.items()}
     out.write_text(f"# Written by: {origin['command']}\n{tuned_toml(content, plan, found, out, config)}", "utf-8")
     label = max(found, key=lambda k: found[k].score or 0.0)

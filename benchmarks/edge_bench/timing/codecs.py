@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from edge_bench import provenance
-from edge_bench.command_line import check_writable, known_names, plain_console, write_json
+from edge_bench.command_line import check_writable, known_names, numbers_of, plain_console, write_json
 from edge_client.errors import ConfigError
 from edge_client.measure.latency import in_turns
 
@@ -168,13 +168,6 @@ def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
         tracemalloc.stop()
 
 
-def _numbers(text: str, kind: type[int] | type[float], option: str) -> list[float]:
-    try:
-        return [kind(float(part)) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} is not a comma-separated list of numbers") from None
-
-
 def bench(
     params: Annotated[str, typer.Option(help="Sizes d, comma-separated.")] = "100000,1000000,10000000",
     rates: Annotated[str, typer.Option("--flips", help="Flip rates, comma-separated.")] = "0.1,0.02,0.01,0.005,0.002",
@@ -185,10 +178,10 @@ def bench(
     """Measure all codecs and peers at the given sizes and flip rates."""
     known = [*kernels.names(), *PEERS]
     chosen = known_names(codecs, "--codecs", known, "there is no codec")
-    chances = _numbers(rates, float, "--flips")
+    chances = numbers_of(rates, "--flips", float)
     if not all(0 < rate < 1 for rate in chances):
         raise ConfigError(f"--flips {rates}: a flip rate lies between 0 and 1")
-    sizes = [int(d) for d in _numbers(params, int, "--params")]
+    sizes = [int(d) for d in numbers_of(params, "--params", float)]
     if min(sizes) < 1:
         raise ConfigError(f"--params {params}: a size is at least 1")
     console = plain_console(TABLE_WIDTH)
