@@ -293,9 +293,10 @@ def test_a_result_without_revisions_is_of_the_first(tmp_path: Path, monkeypatch:
     (run,) = known(tmp_path / "out").values()
     method = reproduction.method_of(next(iter(cells(reproduction.read("tiny"), (0,), {"fast"}))))
     del run["revision"]
-    assert reproduction.stands(run, method)
+    assert reproduction.stands(run, method, "digits")
+    assert not reproduction.stands(run, method, "mlp-mnist04")  # its weights are of a later revision
     monkeypatch.setattr(FedAvg, "revision", 2)
-    assert not reproduction.stands(run, method)
+    assert not reproduction.stands(run, method, "digits")
 
 
 def test_a_cell_that_another_reproduction_has_run_is_taken_over_under_the_own_names(

@@ -49,6 +49,8 @@ NAMES = (
     "squeezenet-imagenet",
 )
 """What `pretrain` builds; docs/models.md describes each."""
+REVISIONS = {"mlp-mnist04": 2, "cnn-femnist-pretrained": 2}
+"""Raised when the weights of a bundle change; 1 of all others. 2: each processor trains the same weights."""
 UNSEEN = {"cnn-femnist-pretrained": ("femnist", 57)}
 """Pre-trained bundles that have seen a data set, test samples too: its name, and how many of its first owners they have
 not seen."""

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import provenance
+from edge_bench.bundles import REVISIONS
 from edge_bench.command_line import check_writable, numbers_of, run_module, write_json
 from edge_bench.curves import shown
 from edge_bench.reproductions.reproduction import stands
@@ -88,12 +89,17 @@ def main(
         runs = runs if i else _stored(out, settings)
         for label, table in checked.methods.items():
             name, method = f"{label}/{seed}", checked.method(label)
-            if name in runs and stands(runs[name], method):
+            if name in runs and stands(runs[name], method, checked.bundle):
                 continue
             one = checked.model_copy(update={"methods": {label: table}})
             record = simulated(run_all(one, found, devices)[label], found.model())
-            made = {"revision": method.revision, "command": provenance.command(), "commit": provenance.commit()}
-            runs[name] = {**slim(record), **made}
+            runs[name] = {
+                **slim(record),
+                "revision": method.revision,
+                "bundle_revision": REVISIONS.get(checked.bundle, 1),
+                "command": provenance.command(),
+                "commit": provenance.commit(),
+            }
             print(f"{name}: {shown(record['score_mean'], '.4f')}", flush=True)
             write_json(out, {**origin, "settings": settings, "summary": summary(runs), "runs": runs})
 

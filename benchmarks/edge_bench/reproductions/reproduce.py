@@ -19,6 +19,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import advice, provenance
+from edge_bench.bundles import REVISIONS
 from edge_bench.command_line import check_folder, known_names, plain_console, saying_when_stopped, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.data import datasets
@@ -59,6 +60,7 @@ def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], step
     slim = {
         **record,
         "revision": result.method.revision,
+        "bundle_revision": REVISIONS.get(cell.config.bundle, 1),
         "task": cell.task,
         "label": cell.label,
         "seed": cell.config.seed,
@@ -98,7 +100,7 @@ def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
     """Of the cells `missing` by digest, those that another reproduction has run; they get files in `folder`."""
     others = [RESULTS / name for name in reproduction.names() if missing and RESULTS / name != folder]
     runs = ((sha, run) for other in others for sha, run in _whole(other).items() if sha in missing)
-    found = {sha: run for sha, run in runs if stands(run, method_of(missing[sha]))}
+    found = {sha: run for sha, run in runs if stands(run, method_of(missing[sha]), missing[sha].config.bundle)}
     for sha, run in found.items():
         run |= {"task": missing[sha].task, "label": missing[sha].label}
         write_text(folder / CELLS / f"{sha}.json", json.dumps(run) + "\n")
@@ -246,7 +248,11 @@ def reproduce(
     _refuse_another(folder, name, full)
     done = known(folder, lambda said: advice.warn(console, [said]))
     keyed = prepare(wanted, name)
-    owed = {sha: cell for cell, sha in keyed.values() if sha not in done or not stands(done[sha], method_of(cell))}
+    owed = {
+        sha: cell
+        for cell, sha in keyed.values()
+        if sha not in done or not stands(done[sha], method_of(cell), cell.config.bundle)
+    }
     if owed:
         check_folder(folder)
     if out is None:
@@ -320,7 +326,8 @@ def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], fu
         try:
             run = done.get(key(cell))
             if run is not None:  # the file may have renamed its method
-                found[cell.name] = cell, {**run, "label": cell.label}, stands(run, method_of(cell))
+                standing = stands(run, method_of(cell), cell.config.bundle)
+                found[cell.name] = cell, {**run, "label": cell.label}, standing
         except MaskfleetError:  # the method of another cell is not there
             continue
     # Runs of an earlier method stay, marked, until the row has one of the present method: no mean has both.

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from edge_bench.bundles import REVISIONS
 from edge_bench.simulation.file import SimulationConfig, read_config
 from edge_client import toml
 from edge_client.bundle import digest
@@ -215,12 +216,13 @@ def key(cell: Cell) -> str:
     return digest(json.dumps(content, sort_keys=True).encode())[:16]
 
 
-def stands(run: Mapping[str, Any], method: Method) -> bool:
-    """Whether a finished cell would end the same today: its method's revision and settings are the present ones.
+def stands(run: Mapping[str, Any], method: Method, bundle: str) -> bool:
+    """Whether a finished cell would end the same today: its method, its settings and its bundle are the present ones.
 
     A setting that the method gained within a revision is absent from the run; its default changes nothing. A run
     without a revision is of the first.
     """
     then = run["settings"]
     same = all(value == then.get(name, value) for name, value in method.model_dump(mode="json").items())
-    return same and run.get("revision", 1) == method.revision
+    begins_same = run.get("bundle_revision", 1) == REVISIONS.get(bundle, 1)
+    return same and begins_same and run.get("revision", 1) == method.revision

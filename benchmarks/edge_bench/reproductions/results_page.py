@@ -115,12 +115,13 @@ def line(
 
 def earlier(run: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
     """Whether the run's method, where it is installed, would end otherwise today with a result's `settings`."""
-    label, own = run["label"], settings["tasks"][run["task"]]["methods"]
+    label, task = run["label"], settings["tasks"][run["task"]]
+    own = reproduction.merged(settings["methods"][label], task["methods"].get(label, {}))
     try:
-        method = make_method({"name": label, **reproduction.merged(settings["methods"][label], own.get(label, {}))})
+        method = make_method({"name": label, **own})
     except MaskfleetError:
         return False
-    return not reproduction.stands(run, method)
+    return not reproduction.stands(run, method, task["bundle"])
 
 
 def tables(result: Mapping[str, Any]) -> str:
