@@ -15,6 +15,7 @@ import typer
 from edge_bench import toml_text
 from edge_bench.data import datasets
 from edge_bench.own_model import ExportConfig
+from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import open_simulation
 from edge_bench.simulation.simulate import RoundRow
 from edge_bench.simulation.tune import Plan, Trial, best, federation_toml, open_plan, read_size, search, tune
@@ -143,6 +144,19 @@ def test_stored_trials_that_cannot_be_read_are_named_with_what_to_do(file: Path)
     (file.parent / "run.tuned.trials").write_bytes(b"no database at all, but long enough for its header" * 90)
     with pytest.raises(ConfigError, match=r"run\.tuned\.trials holds no trials: .*; delete it, or give another --out"):
         tune(file, trials=1)
+
+
+def test_a_second_search_on_the_same_trials_is_refused_and_the_first_one_goes_on(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def second(*given: Any, **named: Any) -> Any:
+        with pytest.raises(ConfigError, match=r"another search is using .*run\.tuned\.trials; wait for it"):
+            tune(file, trials=1)
+        return run_all(*given, **named)
+
+    monkeypatch.setattr("edge_bench.simulation.tune.run_all", second)
+    tune(file, method="fedavg", trials=1)
+    assert "wrote" in capsys.readouterr().out
 
 
 def test_no_trial_sees_a_test_sample(file: Path) -> None:

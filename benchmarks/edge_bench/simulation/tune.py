@@ -10,11 +10,12 @@ the earlier ones at that round is given up.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shlex
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -328,7 +329,7 @@ def tune(
     results: dict[str, list[Trial]] = {}
     stopped = "stopped; the same command goes on: trials that ended are kept, the last begins anew"
     steps_due = trials * plan.config.rounds * len(plan.config.methods)
-    with Steps(console, steps_due, PAUSE) as steps, saying_when_stopped(console, stopped):
+    with _alone(database), Steps(console, steps_due, PAUSE) as steps, saying_when_stopped(console, stopped):
         for label in plan.config.methods:
             results[label] = _searched(label, plan, storage, steps)
     found = {label: best(done, bound) for label, done in results.items()}
@@ -349,6 +350,19 @@ def _open(database: Path) -> optuna.storages.BaseStorage:
         return optuna.storages.RDBStorage(f"sqlite:///{database.resolve()}")
     except (SQLAlchemyError, RuntimeError) as error:  # RuntimeError: trials of another version of Optuna
         raise ConfigError(f"{database} holds no trials: {described(error)}; delete it, or give another --out") from None
+
+
+@contextmanager
+def _alone(database: Path) -> Iterator[None]:
+    """Keep other searches off the file of trials meanwhile. Raises ConfigError when there is one."""
+    with database.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's own locks are of another kind
+        except BlockingIOError:
+            raise ConfigError(
+                f"another search is using {database}; wait for it to end, or give another --out"
+            ) from None
+        yield
 
 
 def _searched(label: str, plan: Plan, storage: optuna.storages.BaseStorage, steps: Steps) -> list[Trial]:
