@@ -57,7 +57,8 @@ def test_a_rule_s_widths_never_cost_more_than_the_dense_model(bundles: Path, tmp
     assert result.macs_compact <= (result.macs_dense or 0)
 
 
-@pytest.mark.parametrize("seed", [102, 203])  # a GRU in both directions, at its full width; sequences
+# A shuffle of groups in half of a width; a GRU in both directions, at its full width; sequences.
+@pytest.mark.parametrize("seed", [80, 102, 203])
 def test_a_random_graph_is_compacted_exactly(seed: int, tmp_path: Path) -> None:
     case = random_graphs.case(seed)
     subject = prepare(case, export(case, tmp_path / "bundle"), "weight", 0.5, seed)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
+from math import gcd
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -67,7 +68,7 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 def image_block(random: Random, inner: int, out: int, deep: int = 0) -> nn.Module:
-    """A block on [n, inner, h, w] that gives [n, out, h, w]. `inner` and `out` are multiples of 4."""
+    """A block on [n, inner, h, w] that gives [n, out, h, w]. `inner` is a multiple of 4, `out` is even."""
     act = random.choice(ACTIVATIONS)
     kernel = random.choice((1, 3))
     plain = nn.Sequential(conv(inner, out, kernel, bias=random.random() < 0.5))
@@ -93,7 +94,8 @@ def image_block(random: Random, inner: int, out: int, deep: int = 0) -> nn.Modul
     if kind == 4:
         return nn.Sequential(conv(inner, inner, 3, groups=inner), nn.BatchNorm2d(inner), act(), conv(inner, out, 1))
     if kind == 5:
-        return nn.Sequential(conv(inner, out, groups=4), act(), Apply(lambda x: _shuffled(x, 4)))
+        groups = gcd(4, out)
+        return nn.Sequential(conv(inner, out, groups=groups), act(), Apply(lambda x: _shuffled(x, groups)))
     if kind == 6:
         return nn.Sequential(sub(inner, out), Apply(_swapped), nn.ReLU())
     if kind == 7:
