@@ -57,7 +57,7 @@ def test_a_model_without_layers_is_refused() -> None:
 def test_theta_by_hand() -> None:
     p = Posterior(np.array([0, 3, 4], np.uint32), 4)
     assert FedPM().theta(course(M), p).tolist() == [0.01, 0.75, 0.99]
-    assert FedPM(clip=0.2).theta(course(M), p).tolist() == [0.2, 0.75, 0.8]
+    assert FedPM(theta0=0.5, clip=0.2).theta(course(M), p).tolist() == [0.2, 0.75, 0.8]
     assert FedPM(posterior="mean").theta(course(M), p).tolist() == pytest.approx([1 / 6, 4 / 6, 5 / 6])
     # A prior of Beta(3, 3) is two ones and two zeros more under the mode, three of each under the mean.
     assert FedPM(prior=3.0).theta(course(M), p).tolist() == [2 / 8, 5 / 8, 6 / 8]
@@ -73,10 +73,19 @@ def test_a_first_theta_too_near_to_0_or_1_for_float32_is_refused_and_others_trav
         with pytest.raises(ValidationError):
             kind(theta0=theta0)
     for theta0 in (1e-6, 1 - 1e-6):
-        fleet = MaskFleet(kind(theta0=theta0, head="mask"), M.model_copy(update={"seed": seed}))
+        fleet = MaskFleet(kind(theta0=theta0, clip=1e-6, head="mask"), M.model_copy(update={"seed": seed}))
         for _ in range(2):
             fleet.play("a", "b")
         assert np.isfinite(fleet.personal("a").parameters).all()
+
+
+@pytest.mark.parametrize("kind", [FedPM, DeltaMask, Coupled])
+def test_a_first_theta_that_the_first_round_would_clip_is_refused(kind: type[BernoulliMasks]) -> None:
+    with pytest.raises(ValidationError, match=r"theta0 = 0.999 lies outside 0.01 .. 0.99, .* lower clip"):
+        kind(theta0=0.999)
+    with pytest.raises(ValidationError, match=r"theta0 = 0.002 lies outside 0.01 .. 0.99"):
+        kind(theta0=0.002)
+    assert (kind(theta0=0.99).theta0, kind(theta0=0.01).theta0) == (0.99, 0.01)
 
 
 def logit(p: np.ndarray) -> np.ndarray:

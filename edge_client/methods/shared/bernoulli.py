@@ -159,6 +159,15 @@ class BernoulliMasks(MaskedNetwork):
             raise ValueError(f"aggregate='difference' has no posterior, so {idle} change nothing; leave them out")
         return self
 
+    @model_validator(mode="after")
+    def _starts_inside(self) -> BernoulliMasks:
+        if not self.clip <= self.theta0 <= 1 - self.clip:
+            raise ValueError(
+                f"theta0 = {self.theta0} lies outside {self.clip} .. {1 - self.clip}, where clip keeps theta from the "
+                "first masks on; lower clip, or move theta0"
+            )
+        return self
+
     def shaping(self) -> list[str]:
         """The settings of the posterior that differ from their defaults."""
         return [n for n in self.of_posterior if getattr(self, n) != type(self).model_fields[n].default]
