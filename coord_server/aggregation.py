@@ -185,11 +185,11 @@ def close_round(
     """Fold the round's updates, sorted by device name, into the next state.
 
     `contributions` is read one at a time, so it may load each from disk. `influences` are those of the round's updates
-    that have one: updates far beyond the others are clipped or dropped by `how` (`guard`). `fleet` is that of
-    `Method.sized`. Traffic, loss and scores are of the devices that were folded; `skipped` are those left out before,
-    for the record. The round's seconds are the caller's to fill in. When every update was dropped the state stays.
-    Raises UnusableUpdate for the first that cannot be folded (a method folds in place, so the caller begins again
-    without it), ValueError when the devices are not in order or there is none.
+    that have one: updates far beyond the others are clipped or dropped by `how` (`guard`). Of a dropped one at most its
+    device's record changes. `fleet` is that of `Method.sized`. Traffic, loss and scores are of the devices that were
+    folded; `skipped` are those left out before, for the record. The round's seconds are the caller's to fill in. When
+    every update was dropped the state stays. Raises UnusableUpdate for the first that cannot be folded (a method folds
+    in place, so the caller begins again without it), ValueError when the devices are not in order or there is none.
     """
     tally, records, total, last = _Tally(), dict[str, Any](), None, ""
     limits = guard.limits(influences, how)
@@ -202,16 +202,19 @@ def close_round(
             limit = limits.get(c.device)
             if limit is not None:
                 tally.guarded[c.device] = limit.reason
-            if limit is not None and limit.drop:
-                continue
-            update = checked.update
-            if limit is not None:
-                update = method.limited(a, state, update, limit.scale, limit.weight)
-            total, record = method.fold(a, state, total, update, c.record)
+            update, dropped = checked.update, limit is not None and limit.drop
+            if dropped:
+                record = method.dropped(a, update, c.record)
+            else:
+                if limit is not None:
+                    update = method.limited(a, state, update, limit.scale, limit.weight)
+                total, record = method.fold(a, state, total, update, c.record)
         except (MaskfleetError, ArithmeticError, LookupError, ValueError) as error:
             raise UnusableUpdate(c.device, f"{type(error).__name__}: {error}") from error
         if record is not None:
             records[c.device] = record
+        if dropped:
+            continue
         tally.book(method, checked.sizes, c.downlink)
         tally.figures.append(checked.metrics)
         tally.devices.append(c.device)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from edge_bench.simulation.simulate import Simulated
 from edge_bench.testing import Ground, digits, methods
 from edge_kernels import counter
 
+from coord_server import guard
+from coord_server.guard import Limit
 from coord_server.operator.client import Operator
 from edge_client.bundle import Bundle, digest
 from edge_client.compaction.personal import write_personal
@@ -46,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "coupled": {"head": "mask", "theta0": 0.5},
     "fedmap": {"every": 1},
     "fedmask": {"keep": 0.5},
+    "hermes": {"threshold": -1.0},  # every device prunes in every round
     "lgfedavg": {"num_layers": 1, "global_rounds": 1},
     "stc": {"keep": 0.05},
 }
@@ -125,6 +128,36 @@ def test_a_device_that_joins_at_round_3_takes_part_and_ends_with_a_model(name: s
 @every_method
 def test_a_device_that_lost_what_it_kept_does_not_stop_the_others(name: str) -> None:
     methods.survives_lost_state(made(name), digits())
+
+
+@every_method
+def test_a_device_whose_update_the_guard_drops_takes_part_in_the_next_round(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlucky, round_ = min(digits().devices), count(1)
+
+    def limits(*_: Any) -> dict[str, Limit]:
+        return {unlucky: Limit(1.0, 1.0, True, "left out")} if next(round_) == 3 else {}
+
+    monkeypatch.setattr(guard, "limits", limits)
+    result = digits().simulate(made(name), rounds=4, cohort=3)
+    assert [len(row.record.devices) for row in result.rows] == [3, 3, 2, 3]
+    assert result.vain_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["fedmask", "hermes", "lattice", "lattice-pruned"])
+def test_a_federation_goes_on_after_rounds_whose_every_update_the_guard_drops(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, round_ = with_batch_norm(), count(1)
+
+    def limits(*_: Any) -> dict[str, Limit]:
+        return dict.fromkeys(there.devices, Limit(1.0, 1.0, True, "left out")) if next(round_) in (3, 4) else {}
+
+    monkeypatch.setattr(guard, "limits", limits)
+    result = there.simulate(made(name), rounds=6, cohort=3)
+    assert [len(row.record.devices) for row in result.rows] == [3, 3, 0, 0, 3, 3]
+    assert result.vain_bytes == 0
 
 
 @every_method

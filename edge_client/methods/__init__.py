@@ -219,6 +219,13 @@ class Method(BaseModel):
         """
         return None
 
+    def dropped(self, a: Assignment, update: Any, record: Any) -> Any:
+        """The new record of a device whose update the guard dropped; None leaves the one it has.
+
+        Override it where the next downlink builds on what the device has kept with that update.
+        """
+        return None
+
     def of_device(self, course: Course, state: Any, record: Any, everyone: Personal) -> Personal | None:
         """The model of a device with this record, bit for bit; None where a part of it is on the device alone.
 

@@ -176,6 +176,9 @@ class Hermes(Coded):
         total.weight[places] += update.weight
         return total, Structure(update.units.packed)
 
+    def dropped(self, a: Assignment, update: Update, record: Structure | None) -> Structure:
+        return Structure(update.units.packed)
+
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Structure]]:

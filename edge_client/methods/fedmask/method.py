@@ -281,6 +281,9 @@ class FedMask(Method):
             total.updates[a.device] = update.held
         return total, Record(update.held, a.round)
 
+    def dropped(self, a: Assignment, update: Update, record: Record | None) -> Record:
+        return Record(update.held, a.round)
+
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:

@@ -56,7 +56,7 @@ def written(settings: Settings, course: Course, round_: int, state: State, recor
         return Payload(units, {REPORTS: 0} if round_ > 1 else {})
     net, base = network(course, state.units), base_round(round_, record)
     base = 1 if base <= state.first else base  # N was 0 and without steps
-    past = state.round + 1 - base
+    past = max(0, state.round + 1 - base)  # a base after the last round that counted: the guard dropped its updates
     if base == 1:
         missed, low, held = 0, state.lowest, np.zeros_like(state.counts)
     else:

@@ -224,6 +224,9 @@ class Lattice(Settings):
             total.rms.append(update.rms)
         return total, Record(a.round)
 
+    def dropped(self, a: Assignment, update: Update, record: Record | None) -> Record:
+        return Record(a.round)
+
     def sized(self, state: State, fleet: int) -> State:
         return replace(state, fleet=fleet)
 
