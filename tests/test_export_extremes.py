@@ -45,6 +45,14 @@ def test_the_logarithm_of_one_plus_little_keeps_its_digits() -> None:
     assert _proved(case.make(), *case.sample).shown.output <= 1e-6
 
 
+def test_norms_of_constant_images_do_not_make_the_proof_refuse_a_right_graph() -> None:
+    """On zeros both norms divide what is left of a constant less its mean: the mean's rounding, 300 times as large."""
+    torch.manual_seed(1)
+    inner = [nn.Conv2d(1, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.ReLU()]
+    outer = [nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.ReLU()]
+    _proved(nn.Sequential(*inner, *outer, nn.Flatten(), nn.Linear(256, 4)), 1, 8, 8)
+
+
 def _naive_expm1(w: onnx_operators.Writer, a: object, out: Tensor) -> str:
     half = w.op("Mul", w.tensor(a.self), w.constant(0.5, out.dtype))  # type: ignore[attr-defined]
     return w.op("Mul", w.op("Mul", w.op("Sinh", half), w.op("Exp", half)), w.constant(2.0, out.dtype))

@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 EPS = float(torch.finfo(torch.float32).eps)
 _OF_ONE = ("aten::sigmoid", "aten::sigmoid_")  # ONNX Runtime's is exact to roundings of one, not of its value
+_OF_SUMS = ("aten::var_mean",)  # an engine rounds the sum of equal values, whose mean is exact
+_NORMS = get_decompositions([torch.ops.aten.native_batch_norm, torch.ops.aten.native_group_norm])
+"""Operators taken apart, because their means are results too: a norm leaves of a constant only their rounding."""
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -25,21 +29,25 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.random = random
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NORMS:
+            with self:
+                return _NORMS[func](*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
         plain = made if isinstance(made, tuple | list) else (made,)
         returns = func._schema.returns
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return made  # a view
-        rounded = [self._rounded(t, func._schema.name in _OF_ONE) for t in plain]
+        name = func._schema.name
+        rounded = [self._rounded(t, name in _OF_ONE, name in _OF_SUMS) for t in plain]
         for t, r in zip(plain, rounded, strict=True):
             if r is not t:
                 t.copy_(r)
         return made
 
-    def _rounded(self, value: Any, of_one: bool) -> Any:
+    def _rounded(self, value: Any, of_one: bool, of_sums: bool) -> Any:
         if not isinstance(value, Tensor) or value.dtype != torch.float64 or not value.numel():
             return value
-        exact = value.float().double() == value
+        exact = value == 0 if of_sums else value.float().double() == value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.random) - 1
         moved = value + signs * EPS * (1.0 if of_one else value.abs())
         return torch.where(exact | ~value.isfinite(), value, moved.float().double())
