@@ -128,11 +128,11 @@ def prove(
 
 
 def nudged(probe: Probe, *tensors: NDArray[Any]) -> list[NDArray[Any]]:
-    """The probe's x and a model's `tensors`, one rounding away: of an ordinary probe each element up or down at random.
+    """The probe's x and a model's `tensors`, one rounding away: each element up or down at random.
 
-    Of an extreme one x alone, upwards. Integers stay.
+    Of an extreme probe of large values x alone, upwards. Integers stay.
     """
-    if not probe.ordinary:
+    if not probe.ordinary and np.abs(probe.x).max() > 1:
         return [np.nextafter(probe.x, np.float32(np.inf)), *tensors]
     random, step = np.random.default_rng(0), np.finfo(np.float32).eps
     return [
