@@ -20,7 +20,7 @@ from coord_server.store.metadata import Metadata
 from coord_server.store.tables import Known, Seen
 from coord_server.store.values import INLINE, Content, put, read
 from edge_client.bundle import digest
-from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
+from edge_client.errors import ConfigError, StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods import Influence
 
 ROW = ("fed", "{}", "d" * 64, "s0", Content("0" * 64, b"g"), 1.0)
@@ -347,6 +347,23 @@ def test_two_coordinators_share_a_data_folder(tmp_path: Path) -> None:
     assert second.blobs.read("s", digest(b"x")) == b"x"
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("name", ["what?", "what?x=1", "a%20b", "a#b", "Büro raum"])
+def test_the_database_is_in_the_data_folder_whatever_its_name(tmp_path: Path, name: str) -> None:
+    open_store(tmp_path / name).close()
+    assert (tmp_path / name / store.DATABASE).stat().st_size > 0
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("bogus", "Could not parse"), ("foo://host", "dialects:foo"), ("mysql+pymysql://h/x", "install this .*driver")],
+)
+def test_a_url_that_opens_no_database_is_wrong_usage(tmp_path: Path, url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"--database: .*{said}"):
+        open_store(tmp_path / "data", url)
+    open_store(tmp_path / "data").close()
 
 
 OPEN = "import sys; from pathlib import Path; from coord_server.store import open_store; open_store(Path(sys.argv[1]))"

@@ -18,7 +18,17 @@ from edge_bench.own_model import ExportConfig
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import open_simulation
 from edge_bench.simulation.simulate import RoundRow
-from edge_bench.simulation.tune import Plan, Trial, best, federation_toml, open_plan, read_size, search, tune
+from edge_bench.simulation.tune import (
+    Plan,
+    Trial,
+    best,
+    federation_toml,
+    open_plan,
+    open_trials,
+    read_size,
+    search,
+    tune,
+)
 from edge_bench.simulation.workers import WorkerEndedError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,6 +167,12 @@ def test_a_second_search_on_the_same_trials_is_refused_and_the_first_one_goes_on
     monkeypatch.setattr("edge_bench.simulation.tune.run_all", second)
     tune(file, method="fedavg", trials=1)
     assert "wrote" in capsys.readouterr().out
+
+
+def test_trials_lie_beside_the_output_also_in_a_folder_whose_name_has_signs_of_a_url(tmp_path: Path) -> None:
+    file = tmp_path / "what?x=50%25.trials"
+    open_trials(file)
+    assert [p.name for p in tmp_path.iterdir()] == [file.name]
 
 
 def test_no_trial_sees_a_test_sample(file: Path) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from sqlalchemy import URL
+
 from coord_server.auth import OPERATOR_FILE
 from coord_server.store.blobs import INCOMING, FolderBlobs, disk
 from coord_server.store.metadata import Metadata
@@ -84,8 +86,8 @@ def _open(folder: Path, database: str | None) -> Store:
     with _alone(folder):
         if database is None:
             _private(folder / DATABASE)
-            database = f"sqlite:///{folder.absolute() / DATABASE}"
-        metadata = Metadata(database)
+        file = URL.create("sqlite", database=str(folder.absolute() / DATABASE))  # which quotes ? and % in its name
+        metadata = Metadata(file if database is None else database)
         try:
             _match(folder, metadata)
             return Store(folder, metadata, FolderBlobs(folder / BLOBS))

@@ -9,18 +9,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Select, create_engine, event
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy import URL, Connection, Engine, Select, create_engine, event
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
+from edge_client.errors import ConfigError, StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 
 
 class Database:
     """Connections to one database. Every function raises StateError when the database fails it."""
 
-    def __init__(self, url: str) -> None:
-        self.engine = create_engine(url)
+    def __init__(self, url: str | URL) -> None:
+        """Raises ConfigError for what is no URL of a database, and for one whose driver is not installed."""
+        try:
+            self.engine = create_engine(url)
+        except (ArgumentError, ValueError) as error:
+            raise ConfigError(f"--database: {error}; give a URL like postgresql+psycopg://USER@HOST/NAME") from None
+        except ImportError as error:
+            raise ConfigError(f"--database: {error.name} is not installed; install this database driver") from None
         if self.engine.dialect.name == "sqlite":
             _prepare_sqlite(self.engine)
 

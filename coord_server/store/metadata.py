@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Select, bindparam, delete, func, insert, literal, select, tuple_, update
+from sqlalchemy import URL, Connection, Select, bindparam, delete, func, insert, literal, select, tuple_, update
 
 from coord_server.problems import Refusal
 from coord_server.store.database import Database
@@ -69,8 +69,8 @@ _STATES: Mapping[DeviceState, tuple[Any, ...]] = {
 class Metadata:
     """The tables behind one database URL. Every function raises StateError when the database fails it."""
 
-    def __init__(self, url: str) -> None:
-        """Connect, and create the tables that are missing."""
+    def __init__(self, url: str | URL) -> None:
+        """Connect, and create the tables that are missing. Raises ConfigError as `Database` does."""
         self.database = Database(url)
         with self.database.writing() as c:
             METADATA.create_all(c)

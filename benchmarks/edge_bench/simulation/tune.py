@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, cast
 import optuna
 import typer
 from edge_kernels import counter
+from sqlalchemy import URL
 from sqlalchemy.exc import SQLAlchemyError
 
 from edge_bench import own_model, provenance, records, toml_text
@@ -318,7 +319,7 @@ def tune(
     origin = provenance.origin()
     plan, content = open_plan(config, method, trials, seed, bound)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = _open(database)
+    storage = open_trials(database)
     console = plain_console()
     count, validated = len(plan.devices), sum(len(d.y_test) for d in plan.devices.values())
     console.print(
@@ -344,10 +345,11 @@ def tune(
     write_json(json_file, {**origin, "settings": settings, "most_bytes": bound, "methods": methods})
 
 
-def _open(database: Path) -> optuna.storages.BaseStorage:
+def open_trials(database: Path) -> optuna.storages.BaseStorage:
     """The file of trials, made when it is not there. Raises ConfigError."""
     try:
-        return optuna.storages.RDBStorage(f"sqlite:///{database.resolve()}")
+        url = URL.create("sqlite", database=str(database.resolve()))  # a folder's name may hold ? and %
+        return optuna.storages.RDBStorage(url.render_as_string())
     except (SQLAlchemyError, RuntimeError) as error:  # RuntimeError: trials of another version of Optuna
         raise ConfigError(f"{database} holds no trials: {described(error)}; delete it, or give another --out") from None
 
