@@ -57,6 +57,11 @@ class _Server(uvicorn.Server):
         if self.started:
             print(self._ready, flush=True)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn would cancel the application, which logs a traceback
+            await self.lifespan.shutdown()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit  # the second signal does not wait for requests
         self.should_exit = True

@@ -106,6 +106,14 @@ def test_an_idle_coordinator_is_small_and_ends_cleanly_although_a_device_waits(t
         assert answers[0]["status"] == "wait"
 
 
+def test_a_second_signal_ends_the_coordinator_as_cleanly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with coordinator(tmp_path / "data") as (process, _):
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT) == 0
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("damage", ["other bytes", "bytes of another kind"])
 def test_a_damaged_record_names_its_device_and_what_to_do_and_the_others_can_go_on(tmp_path: Path, damage: str) -> None:
     async def script(url: str) -> None:
