@@ -21,7 +21,7 @@ from rounds import Rounds
 
 from edge_client.bundle import MANIFEST, Manifest
 from edge_client.commands.inspection import bundle, payload
-from edge_client.errors import PayloadError
+from edge_client.errors import BundleError, PayloadError
 from edge_client.methods import make_method
 from edge_client.protocol.metrics import METRICS, apart
 from edge_client.protocol.payload import Payload, encode
@@ -93,11 +93,18 @@ def test_other_bytes_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         payload(tmp_path / "none")
 
 
+def test_a_packaged_bundle_is_inspected_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    bundle("digits")
+    assert "all parts match" in capsys.readouterr().out
+    with pytest.raises(BundleError, match="did you mean 'digits'"):
+        bundle("digts")
+
+
 def test_a_bundle_s_weights_are_stored_or_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed, first, second in ((1, "uniform 0.5477", "constant 0"), (None, "stored", "stored")):
         m = mlp(20, 3).model_copy(update={"seed": seed})
         (tmp_path / MANIFEST).write_bytes(m.to_bytes())
-        bundle(tmp_path)
+        bundle(str(tmp_path))
         said = capsys.readouterr().out
         assert f"values {'in weights.safetensors' if seed is None else 'from seed 1'}" in said
         assert re.search(rf"0\.w +│ 3x20 +│ 0 +│ {first} +│ yes", said)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from edge_client.bundle import Bundle, Manifest, digest
 from edge_client.errors import PayloadError
+from edge_client.named_bundles import bundle_folder
 from edge_client.protocol.metrics import METRICS, apart
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Meta, Payload, decode
 
@@ -25,9 +26,11 @@ HEAD = 8  # values of an array that are shown
 AnyArray = np.ndarray[Any, Any]
 
 
-def bundle(folder: Annotated[Path, typer.Argument(help="A bundle's folder.")]) -> None:
+def bundle(
+    folder: Annotated[str, typer.Argument(help="A bundle's folder, or the name of a packaged bundle.")],
+) -> None:
     """Show what a bundle holds, and check its parts against their digests."""
-    opened = Bundle.open(folder)
+    opened = Bundle.open(bundle_folder(folder, Path()))
     _print_manifest(opened.manifest, opened.sha256)
     for name in opened.manifest.parts:
         opened.part(name)
