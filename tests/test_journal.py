@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.device.journal import Journal, Pending
 from edge_client.errors import ConfigError, LostError, StateError
+from edge_client.files import write_whole
 from edge_client.protocol.messages import Enrolled
 
 
@@ -131,6 +132,14 @@ def test_a_damaged_file_of_what_was_kept_is_taken_for_missing(tmp_path: Path, ca
         with pytest.raises(LostError, match="is damaged"):
             journal.kept(before=3)
         assert journal.kept(before=3) == {}  # reported once, then the device goes on like a new one
+
+
+def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path(), tmp_path, Path("/")):
+        with pytest.raises(StateError, match=f"cannot use {folder}: .*; another"):
+            write_whole(folder, b"x", elsewhere="another")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:

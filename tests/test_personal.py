@@ -182,7 +182,7 @@ def test_values_that_do_not_fit_are_refused_and_say_why(tmp_path: Path) -> None:
         write_personal(bundle, replace(good, mask=np.zeros(17, bool)), path)
     with pytest.raises(CompactionError, match="mask is bool"):
         write_personal(bundle, replace(good, mask=np.zeros(3, bool)), path)
-    with pytest.raises(StateError, match="another place for the personal model"):
+    with pytest.raises(StateError, match="another place for the model"):
         write_personal(bundle, good, tmp_path / "no such folder" / "personal.onnx")
     assert not path.exists()
     (tmp_path / "eval.onnx").write_bytes(b"x")

@@ -36,7 +36,7 @@ from edge_client.task import Personal
 
 EVAL = "eval.onnx"
 AT_ONCE = 4  # samples that the proof runs at a time, which bounds its memory
-ELSEWHERE = "choose another place for the personal model"
+ELSEWHERE = "choose another place for the model"
 MASKED, COMPACT = ("masked", "give samples of the shape and range of the model's input"), ("compact", REPORT)
 SIDES = Sides(
     "the compact model",
