@@ -95,6 +95,7 @@ def test_a_project_s_two_files_have_the_model_s_rounds_and_rate_in_every_method(
 
 def test_names_that_a_federation_cannot_have_are_made_so() -> None:
     assert 'name = "my-net-2"' in project("my net_2", "mlp")["federation.toml"]
+    assert f'name = "{"n" * 64}"' in project("n" * 70, "mlp")["federation.toml"]
 
 
 def test_a_method_is_under_thirty_lines_and_carries_its_name() -> None:

@@ -109,6 +109,18 @@ def test_a_search_finds_better_settings_and_writes_files_that_run(
     assert [line.split()[2] for line in ends] == [f"{n}/5" for n in range(1, 6)]
 
 
+def test_a_file_s_name_that_no_federation_can_have_is_made_so_and_quoted_in_commands(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = file.parent / "mein läuf.toml"
+    tune(file, method="fedavg", trials=1, out=out)
+    written = toml.loads((file.parent / "mein läuf.federation.toml").read_text("utf-8"))
+    assert FederationConfig.model_validate({**written, "bundle": "0" * 64}).name == "mein-l-uf"
+    said = capsys.readouterr().out
+    assert f"maskfleet simulate '{out}'" in said
+    assert f"maskfleet federation create '{out.with_suffix('.federation.toml')}'" in said
+
+
 def test_one_trial_of_one_round_is_not_printed_as_many(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(FILE.replace("rounds = 3", "rounds = 1"))
     tune(file, method="standalone", trials=1)

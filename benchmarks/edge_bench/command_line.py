@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -50,6 +51,11 @@ def known_names(text: str | None, option: str, known: Collection[str], absent: s
         if name not in known:
             raise ConfigError(f"{absent} {name!r}; known are {', '.join(sorted(known))}{suggestion(name, known)}")
     return names
+
+
+def name_from(text: str, otherwise: str) -> str:
+    """A name that a federation and a package can have: a hyphen for other characters; `otherwise` when none is left."""
+    return re.sub(r"[^A-Za-z0-9-]+", "-", text)[:64].strip("-") or otherwise
 
 
 def check_writable(path: Path | None, option: str = "--json", source: Path | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from edge_bench.bundles import missing_exporter
-from edge_bench.command_line import check_new_folder
+from edge_bench.command_line import check_new_folder, name_from
 from edge_client.errors import ConfigError
 from edge_client.methods import installed_methods
 
@@ -51,7 +51,7 @@ def new(
 def project(name: str, template: Template) -> dict[str, str]:
     """The files of a project by their names."""
     sources = {file: file for file in ("data.py", "simulate.toml", "federation.toml", "README.md")}
-    called = re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-") or "project"
+    called = name_from(name, "project")
     values = {"PROJECT": called, "ROUNDS": str(ROUNDS[template]), "LR": str(RATE[template])}
     files = {}
     for target, source in {"model.py": f"model_{template}.py", **sources}.items():
@@ -74,7 +74,7 @@ def package(name: str, method: str) -> dict[str, str]:
         "README.md": "method_README.md",
     }
     class_name = "".join(part.capitalize() for part in method.split("_"))
-    called = re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-") or method
+    called = name_from(name, method)
     found = {}
     for target, source in sources.items():
         text = (TEMPLATES / source).read_text("utf-8").replace("PROJECT", called)

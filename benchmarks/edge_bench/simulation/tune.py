@@ -28,7 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from edge_bench import own_model, provenance, records, toml_text
 from edge_bench.bundles import NAMES, is_named
-from edge_bench.command_line import check_writable, plain_console, saying_when_stopped, write_json
+from edge_bench.command_line import check_writable, name_from, plain_console, saying_when_stopped, write_json
 from edge_bench.curves import amount, mean, shown
 from edge_bench.data.cli import ABOUT
 from edge_bench.progress import PAUSE, Steps
@@ -336,10 +336,13 @@ def tune(
     found = {label: best(done, bound) for label, done in results.items()}
     out.write_text(f"# Written by: {origin['command']}\n{tuned_toml(content, plan, found, out, config)}", "utf-8")
     label = max(found, key=lambda k: found[k].score or 0.0)
-    federation.write_text(federation_toml(out.name.partition(".")[0], plan, label, found[label]), "utf-8")
+    federation.write_text(
+        federation_toml(name_from(out.name.partition(".")[0], "tuned"), plan, label, found[label]), "utf-8"
+    )
     console.print("", *_lines(results, found), sep="\n")
-    console.print(f"\nwrote {out}; its test score: maskfleet simulate {out}")
-    console.print(f"wrote {federation}, with {label}: maskfleet federation create {federation}")
+    simulate, create = shlex.join(["simulate", str(out)]), shlex.join(["federation", "create", str(federation)])
+    console.print(f"\nwrote {out}; its test score: maskfleet {simulate}")
+    console.print(f"wrote {federation}, with {label}: maskfleet {create}")
     methods = {k: {"best": asdict(found[k]), "trials": [asdict(t) for t in done]} for k, done in results.items()}
     settings = plan.config.model_dump(mode="json", exclude={"processes"})
     write_json(json_file, {**origin, "settings": settings, "most_bytes": bound, "methods": methods})
