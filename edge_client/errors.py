@@ -150,7 +150,7 @@ def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()
     unseen = secret or first["type"] in ("missing", "json_invalid")
     tables = isinstance(first["input"], list) and any(isinstance(item, dict) for item in first["input"])
     value = "" if unseen or tables else f" = {_SHOWN.repr(first['input'])}"  # tables fill a screen
-    why = first["msg"]
+    why = first["msg"].removeprefix("Value error, ")  # pydantic's, before a validator's own sentence
     if first["type"] == "extra_forbidden":
         why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")
     return f"{where}{value}: {why}"

@@ -196,7 +196,8 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
         for path in ("/v1", "/v1/nothing", "/v1/federations/none"):
             refused(await fleet.operator("GET", path), "not-found")
         refused(await fleet.operator("PATCH", "/v1/federations"), "method-not-allowed")
-        refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
+        untyped = refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
+        assert "sent as no type; send Content-Type" in untyped
         refused(await fleet.operator("POST", "/v1/federations", content=b" " * (JSON_LIMIT + 1)), "too-large")
         for token in ("", "x", "é"):
             shown = {"Authorization": f"Bearer {token}".encode("latin-1")}

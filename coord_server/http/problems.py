@@ -119,9 +119,9 @@ async def _http(request: Request, error: Exception) -> Response:
 async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    sent_as = request.headers.get("content-type")
-    if first["loc"] == ("body",) and not (sent_as or "").startswith("application/json"):
-        what = f"the message was sent as {sent_as}; send Content-Type: application/json"
+    sent_as = request.headers.get("content-type", "")
+    if first["loc"] == ("body",) and not sent_as.startswith("application/json"):
+        what = f"the message was sent as {sent_as or 'no type'}; send Content-Type: application/json"
     else:
         what = f"{first_fault(error, secret=_secret(request))}; correct it and send again"
     return problem(request.scope, "bad-message", what)
