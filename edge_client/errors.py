@@ -133,8 +133,9 @@ class Faults(Protocol):
 
 def suggestion(name: str, names: Iterable[str]) -> str:
     """The one of `names` that was probably meant, as "; did you mean 'NAME'?"; "" when none is like it."""
-    near = get_close_matches(name, list(names), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    spelt = {known.lower(): known for known in names}
+    near = get_close_matches(name.lower(), spelt, n=1)
+    return f"; did you mean {spelt[near[0]]!r}?" if near else ""
 
 
 def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = (), secret: bool = False) -> str:
