@@ -20,7 +20,7 @@ def read(path: Path, option: str = "") -> dict[str, Any]:
     """A file's content; `option` is the one that named it, for the message. Raises ConfigError."""
     called = f"{option} {path}".lstrip()
     try:
-        content: dict[str, Any] = loads(path.read_text("utf-8"))
+        content: dict[str, Any] = loads(path.read_text("utf-8-sig"))  # some editors begin a file with a mark
         return content
     except OSError as error:
         raise ConfigError(f"{called} cannot be read: {error.strerror}; check its path and permissions") from None

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coord_server.operator.cli import read_settings
 from edge_client import cli, events
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.commands.exit_codes import ExitCode
@@ -151,6 +152,12 @@ def test_a_bad_device_name_is_a_sentence_and_leaves_no_state_folder(tmp_path: Pa
     done = run("join", "http://127.0.0.1:9", *options)
     assert (done.returncode, "'a b' is not a device name" in done.stderr) == (ExitCode.CONFIG, True), done.stderr
     assert not (tmp_path / "state").exists()
+
+
+def test_a_settings_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    for name, text in (("a.toml", 'name = "a"'), ("a.json", '{"name": "a"}')):
+        (tmp_path / name).write_text(text, "utf-8-sig")
+        assert read_settings(tmp_path / name) == {"name": "a"}
 
 
 def test_an_export_to_a_file_is_refused_before_the_model_is_looked_at(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if path.suffix != ".json":
         return toml.read(path)
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
     except ValueError as error:
