@@ -68,6 +68,7 @@ def test_what_is_no_name_never_becomes_an_address(words: tuple[str, ...]) -> Non
     found = CliRunner().invoke(manage.app, [*words, "--url", "http://127.0.0.1:1"], env={"TERM": "dumb"})
     assert found.exit_code == 2
     assert "is no name" in found.output
+    assert "id_" not in found.output
 
 
 def test_the_client_follows_the_links_of_long_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def of_a_path(given: str) -> str:
     return given
 
 
-Id = Annotated[str, typer.Argument(help="The federation's id.", callback=of_a_path)]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The federation's id.", callback=of_a_path)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
