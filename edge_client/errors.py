@@ -149,7 +149,8 @@ def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()
     first = (unknown or faults)[0]
     where = ".".join(str(p) for p in first["loc"]) or whole
     unseen = secret or first["type"] in ("missing", "json_invalid")
-    tables = isinstance(first["input"], list) and any(isinstance(item, dict) for item in first["input"])
+    several = isinstance(first["input"], dict) and first["type"] == "value_error"  # the sentence names those at fault
+    tables = several or (isinstance(first["input"], list) and any(isinstance(item, dict) for item in first["input"]))
     value = "" if unseen or tables else f" = {_SHOWN.repr(first['input'])}"  # tables fill a screen
     why = first["msg"].removeprefix("Value error, ")  # pydantic's, before a validator's own sentence
     if first["type"] == "extra_forbidden":

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coord_server.operator.cli import read_settings
+from coord_server.operator.cli import check_settings, read_settings
 from edge_client import cli, events
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.commands.exit_codes import ExitCode
@@ -158,6 +158,12 @@ def test_a_settings_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> Non
     for name, text in (("a.toml", 'name = "a"'), ("a.json", '{"name": "a"}')):
         (tmp_path / name).write_text(text, "utf-8-sig")
         assert read_settings(tmp_path / name) == {"name": "a"}
+
+
+def test_settings_that_do_not_fit_each_other_are_refused_without_the_whole_table() -> None:
+    table = {"name": "a", "bundle": "0" * 64, "method": {"name": "fedavg"}, "rounds": 1, "cohort": 1, "min_updates": 3}
+    with pytest.raises(ConfigError, match=r"^a\.toml, settings: min_updates 3 is more than the cohort of 1; lower it$"):
+        check_settings(table, "a.toml")
 
 
 def test_an_export_to_a_file_is_refused_before_the_model_is_looked_at(tmp_path: Path) -> None:
