@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench.data import cli as data_cli
 from edge_bench.data import own as own_data
 from edge_bench.data.datasets import divide, divided, load, read, write
 from edge_bench.data.own import DeviceFiles
 from edge_bench.data.sources import Samples
 from edge_bench.data.table import DataConfig
 from edge_bench.simulation.file import find_bundle, open_simulation, read_config
+from edge_bench.simulation.split import split
 from PIL import Image
 
 from edge_client.authored import AuthorError
@@ -360,7 +360,7 @@ def test_the_files_of_a_split_are_read_by_devices_and_by_a_simulation_as_the_sam
         'bundle = "digits"\nrounds = 1\ncohort = 3\nseed = 4\n[data]\nname = "digits"\ndevices = 3\nvalidation = 0.1\n'
         "[methods.standalone]\n"
     )
-    data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
+    split(tmp_path / "run.toml", tmp_path / "parts")
     said = capsys.readouterr().out
     assert f"--data {tmp_path}/parts/device-0.npz --device device-0" in said
     assert "no device has validation samples" not in said
@@ -375,7 +375,7 @@ def test_the_files_of_a_split_are_read_by_devices_and_by_a_simulation_as_the_sam
         for other in (again[name], real[name]):
             assert all(np.array_equal(a, b) for a, b in zip(vars(d).values(), vars(other).values(), strict=True))
     with pytest.raises(ConfigError, match="is not empty"):
-        data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
+        split(tmp_path / "run.toml", tmp_path / "parts")
 
 
 def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,7 +386,7 @@ def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path, capsy
         'bundle = "digits"\nrounds = 1\ncohort = 1\n[data]\nname = "images"\npath = "trees"\ndevices = 1\n'
         'colour = "grey"\n[methods.standalone]\n'
     )
-    data_cli.split(tmp_path / "run.toml", tmp_path / "parts")
+    split(tmp_path / "run.toml", tmp_path / "parts")
     assert (tmp_path / "parts" / "about.toml").read_text() == 'class_names = ["ash", "oak"]\nbetween = [0.0, 1.0]\n'
     assert "no device has validation samples, so each ends with the global model" in capsys.readouterr().out
 
@@ -502,9 +502,9 @@ def test_a_value_that_is_missing_or_a_word_is_no_owner_no_group_and_no_mark(arra
 
 
 def test_folders_of_splits_are_no_devices(tmp_path: Path) -> None:
-    for split, count in (("train", 12), ("Test", 5), ("val", 3)):
+    for part, count in (("train", 12), ("Test", 5), ("val", 3)):
         for i in range(count):
-            picture(tmp_path / "set" / split / "ab"[i % 2] / f"{i}.png", GREY)
+            picture(tmp_path / "set" / part / "ab"[i % 2] / f"{i}.png", GREY)
     s = read(DataConfig(name="images", path=tmp_path / "set"))
     assert isinstance(s, Samples)
     assert (s.owner, len(s.y), s.classes) == (None, 20, ("a", "b"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edge_bench.data import cli as data_cli
+from edge_bench.simulation.split import split
 from federation import PATIENCE, Federation, environment
 
 from edge_client.bundle import Bundle
@@ -76,7 +76,7 @@ def test_a_personal_model_of_the_documented_path_names_the_classes_of_raw_sample
     np.savez("new.npz", x=x[200:], y=y[200:])
     np.savez("device.npz", x=x[100:200], y=y[100:200])
 
-    data_cli.split(Path("simulate.toml"), Path("devices"))
+    split(Path("simulate.toml"), Path("devices"))
     export = capsys.readouterr().out.splitlines()[-1]
     command(tmp_path, *shlex.split(export)[1:])
     assert Bundle.open(Path("bundle")).manifest.class_names == NAMES

@@ -30,11 +30,11 @@ from edge_bench import own_model, provenance, records, toml_text
 from edge_bench.bundles import NAMES, is_named
 from edge_bench.command_line import check_writable, name_from, plain_console, saying_when_stopped, write_json
 from edge_bench.curves import amount, mean, shown
-from edge_bench.data.cli import ABOUT
 from edge_bench.progress import PAUSE, Steps
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import SimulationConfig, prepare, read_simulation
 from edge_bench.simulation.simulate import RoundRow
+from edge_bench.simulation.split import ABOUT
 from edge_bench.simulation.workers import WorkerEndedError
 from edge_client import toml
 from edge_client.authored import described, is_place
