@@ -93,10 +93,9 @@ def _aligned(source: Source, file: Path) -> str:
 def _smallest(source: Source, folder: Path) -> Path:
     """The compact model, else the dense one; made in `folder` unless it is there."""
     compact, dense = folder / "compact.onnx", folder / "dense.onnx"
-    if source.personal is not None and not compact.is_file():
-        with suppress(MaskfleetError):
+    with suppress(MaskfleetError):
+        if not compact.is_file():
             _compact(source, compact)
-    if compact.is_file():
         return compact
     if not dense.is_file():
         _dense(source, dense)
