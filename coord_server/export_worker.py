@@ -16,7 +16,7 @@ from pathlib import Path
 
 from coord_server.exports import BUNDLE, ELSEWHERE, FAULT, MADE, MODEL, ONNX, ORDER, RECORD, SAID, STATE, Order
 from coord_server.model_file import Held, write_model
-from edge_client.artifacts import make
+from edge_client.artifacts.making import make
 from edge_client.bundle import Bundle
 from edge_client.errors import MaskfleetError
 from edge_client.files import write_whole

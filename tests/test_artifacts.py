@@ -15,10 +15,10 @@ import typer
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
-from edge_client import artifacts
-from edge_client.artifacts import Limits, Run, make
+from edge_client.artifacts import Run, making, writer
 from edge_client.artifacts.cli import artifact
 from edge_client.artifacts.int8 import Int8
+from edge_client.artifacts.making import Limits, make
 from edge_client.bundle import Bundle, Input, Normalisation
 from edge_client.card import card, describe, read
 from edge_client.equality import probes
@@ -85,7 +85,7 @@ class Copy:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> type[Copy]:
     kind = type("Copies", (Copy,), {})
-    monkeypatch.setattr(artifacts, "writer", lambda _: kind())
+    monkeypatch.setattr(making, "writer", lambda _: kind())
     return kind
 
 
@@ -205,7 +205,7 @@ def test_a_writer_without_its_package_says_what_to_install(monkeypatch: pytest.M
     with pytest.raises(
         ConfigError, match=r"'pte' needs .*, which is not installed; run: pip install 'maskfleet\[author"
     ):
-        artifacts.writer("pte")
+        writer("pte")
 
 
 def test_the_proof_runs_the_model_once_on_each_probe() -> None:
@@ -216,7 +216,7 @@ def test_the_proof_runs_the_model_once_on_each_probe() -> None:
         seen.extend(p.name for p in given if np.array_equal(p.x, x))
         return x
 
-    artifacts._prove(reference, lambda x: x, given, "copy")
+    making._prove(reference, lambda x: x, given, "copy")
     assert seen == [p.name for p in given]
 
 
@@ -300,7 +300,7 @@ def test_an_artifact_made_before_comes_from_the_cache_if_the_converter_is_the_sa
     assert [again(), again(), again(1), again(1)] == [1, 1, 2, 2]
     copies.version = "2"
     assert again() == 3
-    monkeypatch.setattr(artifacts, "_source", lambda chosen: b"mended")
+    monkeypatch.setattr(making, "_source", lambda chosen: b"mended")
     assert again() == 4
 
 

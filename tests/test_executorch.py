@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from edge_client.artifacts import make
+from edge_client.artifacts.making import make
 from edge_client.bundle import MANIFEST, Bundle, Part, digest
 from edge_client.compaction.personal import write_personal
 from edge_client.errors import BundleError, CompactionError, ConfigError, ModelError

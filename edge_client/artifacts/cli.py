@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from edge_client import card
-from edge_client.artifacts import Limits, make
+from edge_client.artifacts.making import Limits, make
 from edge_client.data import normalised, read
 from edge_client.errors import BundleError, ConfigError
 from edge_client.runtimes.onnx import open_onnx

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from edge_client.artifacts import Limits, make, writer
+from edge_client.artifacts import writer
+from edge_client.artifacts.making import Limits, make
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.compaction.tuning import clock

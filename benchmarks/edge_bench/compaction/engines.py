@@ -28,7 +28,8 @@ from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.compaction.masks import MaskKind
 from edge_bench.compaction.options import Bundles, Family, Json, Kept, Masks, Models, Runs, chosen, cuts
 from edge_bench.compaction.suite import EXACT, Subject, compacted, export, prepare
-from edge_client.artifacts import BATCH, Limits, make, writer
+from edge_client.artifacts import BATCH, writer
+from edge_client.artifacts.making import Limits, make
 from edge_client.compaction.tuning import clock
 from edge_client.errors import MaskfleetError
 from edge_client.measure.engines import open_model

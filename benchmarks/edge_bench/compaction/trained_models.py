@@ -26,7 +26,7 @@ from edge_bench.data import datasets
 from edge_bench.reproductions.reproduction import Cell, cells, parse
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import find_bundle
-from edge_client.artifacts import Limits, make
+from edge_client.artifacts.making import Limits, make
 from edge_client.bundle import F32, Bundle
 from edge_client.compaction.personal import write_dense, write_personal
 from edge_client.compaction.tuning import clock
