@@ -1,43 +1,27 @@
 """What of an operator's outputs stays when its inputs are cut: a rule for each kind, which also makes the node fit.
 
 What an operator does with its axes is said in `edge_client.graph.axes`; the rules here are for operators that move
-entries from one axis to others, and for recurrent layers. `cut` walks the graph.
+entries from one axis to others, and for recurrent layers. `follow` walks the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, helper
 
-from edge_client.errors import ConfigError
 from edge_client.graph.axes import axes_of
 from edge_client.graph.nodes import settings
 from edge_client.narrow import Axes
-
-if TYPE_CHECKING:
-    from edge_client.training.cut import Cut
+from edge_client.training.cutting import UNLIKE, Cut, equal, refusal
 
 GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
-UNLIKE = "joins values of which different channels stay"
 Mask = NDArray[np.bool_] | None
 """The entries of an axis that stay; None: all."""
-
-
-def refusal(node: NodeProto, why: str) -> ConfigError:
-    """The error of a node that does not allow the cut."""
-    return ConfigError(f"node {node.output[0]!r} ({node.op_type}) {why}")
-
-
-def equal(a: Axes, b: Axes) -> bool:
-    """Whether the same entries stay."""
-    return len(a) == len(b) and all(
-        x is y or (x is not None and y is not None and np.array_equal(x, y)) for x, y in zip(a, b, strict=True)
-    )
 
 
 def named(g: Cut, node: NodeProto) -> list[Axes]:
@@ -234,7 +218,7 @@ def _scan(g: Cut, node: NodeProto) -> list[Axes]:
         step.CopyFrom(body)
         for value, axes in zip(body.input, [*starts, *(x[1:] for x in scanned)], strict=True):
             g.put(value.name, axes)
-        g.follow(step)
+        follow(g, step)
         found = [g.stays(value.name) for value in step.output]
         if not g.lenient and not all(map(equal, starts, found)):
             raise refusal(node, "carries channels from step to step of which different ones stay")
@@ -263,3 +247,19 @@ RULES: dict[str, Callable[[Cut, NodeProto], list[Axes]]] = {
     "Squeeze": _reshape,
     "Unsqueeze": _reshape,
 }
+
+
+def follow(g: Cut, graph: GraphProto) -> None:
+    """Write the nodes of `graph` on what stays, in place."""
+    outside, g.nodes = g.nodes, []
+    for node in graph.node:
+        if node.op_type == "Scan" or any(v in g.axes or v in g.lengths for v in node.input):
+            if node.op_type != "Expand" and any(v in g.lengths for v in node.input):
+                raise refusal(node, "computes with the number of channels")
+            rule = RULES.get(node.op_type, named)
+            for name, axes in zip(list(node.output), rule(g, node), strict=True):
+                g.put(name, axes)
+        g.nodes.append(node)
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(g.nodes)
+    g.nodes = outside
