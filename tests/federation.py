@@ -146,15 +146,6 @@ class Federation:
         process.start()
         return process
 
-    def wait_for_round(self, round_: int) -> None:
-        """Wait until round `round_` is under way, or the federation is finished."""
-
-        def come() -> bool:
-            now = self.ask("GET", f"/v1/federations/{self.id}")
-            return bool(now["round"] >= round_ or now["phase"] == "finished")
-
-        until(come, lambda: "\n".join(f"{name}: {p.text()[-500:]}" for name, p in self.devices.items()))
-
     def state(self) -> bytes:
         """The global state as the coordinator exports it."""
         response = self.operator.get(f"/v1/federations/{self.id}/state")

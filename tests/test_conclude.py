@@ -22,7 +22,6 @@ from edge_client.compaction.tuning import aligned
 from edge_client.data import DeviceData
 from edge_client.device.conclude import conclude
 from edge_client.errors import CompactionError
-from edge_client.measure.latency import Latency
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import Trainer
 
@@ -80,11 +79,11 @@ def test_a_report_has_the_latency_of_each_model_under_its_own_name(
     task = task_of(bundle, x, y)
     asked: list[tuple[tuple[int, ...], int]] = []
 
-    def timed(models: Sequence[Path], sample: np.ndarray, threads: int = 1) -> tuple[Latency, ...]:
+    def timed(models: Sequence[Path], sample: np.ndarray, threads: int = 1) -> tuple[float, ...]:
         asked.append((sample.shape, threads))
         # One millisecond for each weight that the model on the disk has.
         sizes = [sum(int(np.prod(w.dims)) for w in onnx.load(model).graph.initializer) for model in models]
-        return tuple(Latency(float(size), 0.0, 1) for size in sizes)
+        return tuple(float(size) for size in sizes)
 
     monkeypatch.setattr("edge_client.device.conclude.latency", timed)
     report = conclude(bundle, task, personal, path, threads=3)

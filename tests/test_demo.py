@@ -30,7 +30,6 @@ from rich.console import Console
 
 from edge_client.bundle import Model
 from edge_client.errors import ConfigError, DataError
-from edge_client.measure.latency import Latency
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Report, Round, Scores, Traffic
 from edge_client.protocol.operator import Device
@@ -108,7 +107,7 @@ def test_the_compact_latency_is_the_median_device_s_and_the_dense_one_the_whole_
     ]
     models = {name: tmp_path / f"{name}.onnx" for name in names}
     took = {"dense.onnx": 9.0, "a.onnx": 4.0, "b.onnx": 1.0, "c.onnx": 2.0}
-    monkeypatch.setattr(demo, "latency", lambda files, sample: tuple(Latency(took[f.name], 0.0, 1) for f in files))
+    monkeypatch.setattr(demo, "latency", lambda files, sample: tuple(took[f.name] for f in files))
     sample = np.zeros((1, *bundle.manifest.input.shape), np.float32)
     found = demo.compaction(bundle, demo.Ended([], devices, b"", models), sample, tmp_path)
     assert found == {

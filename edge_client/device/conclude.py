@@ -55,8 +55,8 @@ def conclude(
             test_samples=len(data.y_test),
             parameters_dense=d,
             parameters_compact=d,
-            latency_dense_ms=of_dense.p50_ms,
-            latency_compact_ms=of_dense.p50_ms,
+            latency_dense_ms=of_dense,
+            latency_compact_ms=of_dense,
             uncompacted=compact[:REASON_MOST],
         )
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -68,8 +68,8 @@ def conclude(
         test_samples=len(data.y_test),
         parameters_dense=compact.parameters_dense,
         parameters_compact=compact.parameters_compact,
-        latency_dense_ms=of_dense.p50_ms,
-        latency_compact_ms=of_compact.p50_ms,
+        latency_dense_ms=of_dense,
+        latency_compact_ms=of_compact,
         max_abs_diff=compact.max_abs_diff,
     )
 

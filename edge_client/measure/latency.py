@@ -137,26 +137,17 @@ def ranks(n: int, share: float) -> tuple[int, int] | None:
     return (low, high) if low >= 0 and high < n else None
 
 
-@dataclass(frozen=True)
-class Latency:
-    """Milliseconds of one call: median and 90th percentile over `runs` calls."""
-
-    p50_ms: float
-    p90_ms: float
-    runs: int
-
-
 def latency(
     models: Sequence[Path | bytes],
     x: NDArray[Any],
     runs: int = RUNS,
     warm_up: int = WARM_UP,
     threads: int = 1,
-) -> tuple[Latency, ...]:
-    """Latency in ONNX Runtime of each model on the batch `x`, timed in turns. Every model has one input.
+) -> tuple[float, ...]:
+    """The median milliseconds of each model in ONNX Runtime on the batch `x`, timed in turns. Each has one input.
 
     `models` are files or serialised models. Raises ConfigError when a model does not open or does not take `x`.
     """
     calls = [onnx_call(model, x, threads) for model in models]
     wall = in_turns(calls, runs, warm_up).wall
-    return tuple(Latency(float(np.median(t)), float(np.percentile(t, 90)), len(t)) for t in wall)
+    return tuple(float(np.median(t)) for t in wall)

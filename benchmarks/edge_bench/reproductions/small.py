@@ -38,7 +38,7 @@ def figures(bundle: Bundle, personal: Personal, data: DeviceData) -> Figures:
         files = [Path(folder) / name for name in ("whole.onnx", "small.onnx")]
         write_dense(bundle, personal, files[0], data.x)
         report = write_personal(bundle, personal, files[1], data.x)
-        inference = [t.p50_ms for t in latency(files, sample)]
+        inference = latency(files, sample)
         counts = [macs(file) for file in files]
     whole = open_trainer("onnxruntime", bundle)
     left = {g.name: report.layers[g.at("makes")[0].tensor][1] for g in bundle.manifest.groups}
