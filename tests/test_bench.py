@@ -22,7 +22,8 @@ from sequential_bundle import Act, Linear, random_personal, sequential_bundle
 
 from edge_client import cli
 from edge_client.bench import android, child, compare, measure, plots, report, variants
-from edge_client.bench.cli import distinct, slow
+from edge_client.bench.cli import slow
+from edge_client.bench.subject import distinct
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_dense
 from edge_client.errors import ConfigError, DataError, MaskfleetError, MeterError
@@ -512,7 +513,7 @@ def test_what_is_wrong_with_the_words_is_said_before_a_variant_is_made(monkeypat
     def made(*given: Any) -> None:
         raise AssertionError("a variant was made")
 
-    monkeypatch.setattr("edge_client.bench.cli.made", made)
+    monkeypatch.setattr("edge_client.bench.subject.made", made)
     for words in (["--meter", "abacus"], ["--method", "magic"]):
         assert "there is no" in str(invoke("bench", DIGITS, *words).exception)
 
@@ -652,8 +653,8 @@ def phone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_client.bench.cli.sample_of", lambda path, asked: ((1, 12), "float32"))
-    monkeypatch.setattr("edge_client.bench.cli.free_axes", lambda path: [])
+    monkeypatch.setattr("edge_client.bench.subject.sample_of", lambda path, asked: ((1, 12), "float32"))
+    monkeypatch.setattr("edge_client.bench.subject.free_axes", lambda path: [])
     monkeypatch.setattr("edge_client.bench.android.largest_batch", lambda path: 1 if path.stem == "dense" else 32)
     for name in ("dense.pte", "compact.pte", "broken.pte"):
         (phone / name).write_bytes(bytes(100))
@@ -716,7 +717,7 @@ def test_a_runner_takes_the_variants_of_its_kind_and_all_threads_are_the_phones(
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.bench.cli._subject", lambda *given: pytest.fail("it measured"))
+    monkeypatch.setattr("edge_client.bench.cli.find_subject", lambda *given: pytest.fail("it measured"))
     (tmp_path / "file").write_text("")
     result = invoke("bench", DIGITS, "-o", tmp_path / "file" / "o")
     assert "choose another --output" in str(result.exception)
