@@ -35,6 +35,11 @@ class _Conv:
     def groups(self) -> int:
         return len(self.weight)
 
+    @property
+    def linked(self) -> NDArray[np.bool_]:
+        """Which output reads which input, bool[groups, out, in]."""
+        return some(self.weight != 0, tuple(range(3, self.weight.ndim)))
+
 
 def is_convolution(s: Study, node: NodeProto) -> bool:
     """Whether `node` convolves data with constants in a form that is written here."""
@@ -84,8 +89,7 @@ def _conv_forward(s: Study, node: NodeProto) -> None:
     shape = s.shape(node.output[0])
     spatial = (0, *range(2, varies.ndim))
     moves = varies.any(axis=spatial).reshape(layer.groups, 1, -1)
-    linked = (layer.weight != 0).reshape(*layer.weight.shape[:3], -1).any(axis=-1)
-    out = (linked & moves).any(axis=2).reshape(-1)
+    out = (layer.linked & moves).any(axis=2).reshape(-1)
     made = _apply(s, node, layer, value, ~out) + _column(layer.bias, len(shape))
     s.learn(node.output[0], made, _column(out, len(shape)), _column(np.arange(out.size), len(shape)))
 
@@ -94,21 +98,16 @@ def _conv_backward(s: Study, node: NodeProto) -> None:
     layer = _of(s, node)
     live = s.live(node.output[0])
     rows = live.any(axis=(0, *range(2, live.ndim))).reshape(layer.groups, -1, 1)
-    linked = (layer.weight != 0).reshape(*layer.weight.shape[:3], -1).any(axis=-1)
-    read = (linked & rows).any(axis=1).reshape(-1)
+    read = (layer.linked & rows).any(axis=1).reshape(-1)
     shape = s.shape(node.input[0])
     s.mark(node.input[0], np.broadcast_to(_column(read, len(shape)), shape))
 
 
-def _conv_rewrite(w: Writer, node: NodeProto) -> None:
-    s, name, out = w.study, node.input[0], node.output[0]
-    layer = _of(s, node)
-    groups, outs, ins = layer.weight.shape[:3]
-    rank = len(s.shape(name))
-    wanted = s.wanted(out)[1]
-    linked = (layer.weight != 0).reshape(groups, outs, ins, -1).any(axis=-1)
-    live_in = some(s.live(name), (0, *range(2, rank)))
-    # of each group its live outputs and the live inputs that these read
+def _live_groups(s: Study, node: NodeProto, layer: _Conv) -> tuple[list[Ids], list[Ids]]:
+    """Of each group its live outputs, and the live inputs that these read."""
+    name, wanted, linked = node.input[0], s.wanted(node.output[0])[1], layer.linked
+    groups, outs, ins = linked.shape
+    live_in = some(s.live(name), (0, *range(2, len(s.shape(name)))))
     r = [wanted[(wanted >= g * outs) & (wanted < (g + 1) * outs)] for g in range(groups)]
     c = [
         g * ins + np.flatnonzero(linked[g, own - g * outs].any(axis=0) & live_in[g * ins : (g + 1) * ins])
@@ -116,18 +115,36 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     ]
     if groups > 1:  # a row of zeros reads a channel that is there rather than none
         c = [own if own.size else g * ins + np.flatnonzero(live_in[g * ins :][:ins])[:1] for g, own in enumerate(c)]
+    return r, c
+
+
+def _weight(layer: _Conv, members: list[int], rows: Ids, columns: Ids) -> F64:
+    """The groups `members` on `rows` and `columns`, int64[member, channel], as ONNX stores a weight; zeros for a -1."""
+    outs, ins, *kernel = layer.weight.shape[1:]
+    made = np.zeros((*rows.shape, columns.shape[1], *kernel))
+    for k, (g, own, used) in enumerate(zip(members, rows, columns, strict=True)):
+        part = layer.weight[g][np.maximum(own - g * outs, 0)][:, np.maximum(used - g * ins, 0)]
+        made[k] = part * np.multiply.outer(own >= 0, used >= 0).reshape(*part.shape[:2], *(1,) * len(kernel))
+    stored = made.swapaxes(1, 2) if layer.transposed else made
+    return stored.reshape(-1, *stored.shape[2:])
+
+
+def _conv_rewrite(w: Writer, node: NodeProto) -> None:
+    s, name, out = w.study, node.input[0], node.output[0]
+    layer = _of(s, node)
+    groups, outs, _, *kernel = layer.weight.shape
+    rank = len(s.shape(name))
+    r, c = _live_groups(s, node, layer)
     lists = w.lists(name)
     full = [np.arange(n) for n in s.shape(name)]
     attributes = settings(node)
     if groups == 1:
-        order = preferred(w, out, len(c[0]) * int(np.prod(layer.weight.shape[3:])))
+        order = preferred(w, out, len(c[0]) * int(np.prod(kernel)))
         r = [order] if order is not None else r
-        columns = worth(w, lists[1], c[0], len(r[0]) * int(np.prod(layer.weight.shape[3:])))
+        c = [worth(w, lists[1], c[0], len(r[0]) * int(np.prod(kernel)))]
         classes = [[0]]
-        c = [columns]
     else:
-        held = [g for g in range(groups) if r[g].size]
-        classes = _classes(held, r, c)
+        classes = _classes([g for g in range(groups) if r[g].size], r, c)
         attributes["group"] = groups
     value = np.array(s.facts(name).value)
     value[:, np.concatenate(c)[np.concatenate(c) >= 0]] = 0
@@ -139,14 +156,10 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     for members in classes:
         rows, columns = _squared([r[g] for g in members]), _squared([c[g] for g in members])
         given = w.adapted(name, [columns.reshape(-1) if a == 1 else full[a] for a in range(rank)])
-        weight = np.zeros((*rows.shape, columns.shape[1], *layer.weight.shape[3:]))
-        for k, (g, own, used) in enumerate(zip(members, rows, columns, strict=True)):
-            part = layer.weight[g][np.maximum(own - g * outs, 0)][:, np.maximum(used - g * ins, 0)]
-            weight[k] = part * np.multiply.outer(own >= 0, used >= 0).reshape(*part.shape[:2], *(1,) * (rank - 2))
-        stored = weight.swapaxes(1, 2) if layer.transposed else weight
         flat = rows.reshape(-1)
         bias, rest = biased(constant[:, np.maximum(flat, 0)] * _column(flat >= 0, rank), 1)
-        inputs = [given, w.constant(stored.reshape(-1, *stored.shape[2:])), *([w.constant(bias)] if bias.any() else [])]
+        weight = w.constant(_weight(layer, members, rows, columns))
+        inputs = [given, weight, *([w.constant(bias)] if bias.any() else [])]
         if len(members) > 1 or "group" in attributes:
             attributes["group"] = len(members)
         made.append(w.emit(node.op_type, inputs, **attributes))

@@ -243,65 +243,85 @@ def _stacked(ways: list[_Way], units: int) -> F64:
     return np.stack([_placed(way.maps, np.arange(len(way.own)), units, 0.0) for way in ways])
 
 
+def _wholes(s: Study, node: NodeProto, live: Bools, columns: Ids) -> list[_Whole]:
+    """Each direction as it is. `columns` are the inputs that the smaller layer is given."""
+    gates, (ways, h) = GATES[node.op_type], live.shape
+    weight, recurrent = (s.net.constants[node.input[k]] for k in (1, 2))
+    has_bias = len(node.input) > 3 and bool(node.input[3])
+    bias = s.net.constants[node.input[3]] if has_bias else np.zeros((ways, 2 * gates * h))
+    x = np.array(s.facts(node.input[0]).value)[:, 0]
+    x[:, columns[columns >= 0]] = 0
+    found = []
+    for way, courses in enumerate(_courses(s, node)):
+        varying = s.varies[node.output[0]].reshape(-1, ways, h)[0, way] if node.output[0] else live[way]
+        still = np.flatnonzero(~varying & np.abs(courses).max(axis=0).astype(bool))
+        each = (weight[way].reshape(gates, h, -1), recurrent[way].reshape(gates, h, h), bias[way].reshape(2, gates, h))
+        found.append(_Whole(*each, np.flatnonzero(live[way]), still, courses, x, _backwards(node, way)))
+    return found
+
+
+def _filled(way: _Way, units: int, before: int) -> _Way:
+    """The direction with as many units as the layer has, `before` in the whole one; those that come are zero.
+
+    Where none went, each lies at its own entry.
+    """
+    at = way.own if units == before and (way.own >= 0).all() else np.arange(len(way.own))
+    rows = _placed(way.recurrent, at, units, 0.0).swapaxes(1, 2)
+    return _Way(
+        _placed(way.own, at, units, -1),
+        _placed(way.weight.swapaxes(1, 2), at, units, 0.0).swapaxes(1, 2),
+        _placed(rows, at, units, 0.0).swapaxes(1, 2),
+        _placed(way.biases, at, units, 0.0),
+        _placed(way.maps, at, units, 0.0),
+    )
+
+
 def _rewrite(w: Writer, node: NodeProto) -> None:
     s, name = w.study, node.input[0]
     gates = GATES[node.op_type]
     live: Bools = s.notes["live", tuple(node.output)]
-    weight, recurrent = (s.net.constants[node.input[k]] for k in (1, 2))
-    ways, h = live.shape
-    has_bias = len(node.input) > 3 and bool(node.input[3])
-    bias = s.net.constants[node.input[3]] if has_bias else np.zeros((ways, 2 * gates * h))
     inputs, _ = _links(s, node)
     moves = s.live(name).any(axis=(0, 1))
     due = np.flatnonzero((inputs & live[:, :, None]).any(axis=(0, 1)) & moves)
     lists = w.lists(name)
     columns = worth(w, lists[2], due, gates * int(live.sum()), last=True)
-    x = np.array(s.facts(name).value)[:, 0]
-    x[:, columns[columns >= 0]] = 0
-    wholes = []
-    for way, courses in enumerate(_courses(s, node)):
-        varying = s.varies[node.output[0]].reshape(-1, ways, h)[0, way] if node.output[0] else live[way]
-        still = np.flatnonzero(~varying & np.abs(courses).max(axis=0).astype(bool))
-        each = (weight[way].reshape(gates, h, -1), recurrent[way].reshape(gates, h, h), bias[way].reshape(2, gates, h))
-        wholes.append(_Whole(*each, np.flatnonzero(live[way]), still, courses, x, _backwards(node, way)))
-    made = _fewest(node, wholes, len(columns), not any(s.facts(v).varies.any() for v in _starts(s, node)))
-    most = max(1, *(len(way.own) for way in made))
+    free = not any(s.facts(v).varies.any() for v in _starts(s, node))
+    made = _fewest(node, _wholes(s, node, live, columns), len(columns), free)
     _note(w, node, live, made)
-    # Where they are as many as there were, each lies at its own entry.
-    order = [way.own if most == h and (way.own >= 0).all() else np.arange(len(way.own)) for way in made]
-    units = [_placed(way.own, at, most, -1) for way, at in zip(made, order, strict=True)]
-    maps = np.stack([_placed(way.maps, at, most, 0.0) for way, at in zip(made, order, strict=True)])
-    own_x, extra = _spanned(maps)
-    small_w, small_r, small_b = [], [], []
-    for k, (kept, at) in enumerate(zip(made, order, strict=True)):
-        part = kept.weight[:, :, np.maximum(columns, 0)] * (columns >= 0)
-        part = _placed(part.swapaxes(1, 2), at, most, 0.0).swapaxes(1, 2)
-        small_w.append(np.concatenate([part, extra[k]], axis=2).reshape(gates * most, -1))
-        rows = _placed(kept.recurrent, at, most, 0.0).swapaxes(1, 2)
-        small_r.append(_placed(rows, at, most, 0.0).swapaxes(1, 2).reshape(gates * most, most))
-        both = _placed(kept.biases, at, most, 0.0)
-        both[0] += maps[k].mean(axis=0)
-        small_b.append(both.reshape(-1))
+    most = max(1, *(len(way.own) for way in made))
+    ways = [_filled(way, most, live.shape[1]) for way in made]
+    own_x, extra = _spanned(np.stack([way.maps for way in ways]))
+    weight, recurrent, bias = [], [], []
+    for way, more in zip(ways, extra, strict=True):
+        part = way.weight[:, :, np.maximum(columns, 0)] * (columns >= 0)
+        weight.append(np.concatenate([part, more], axis=2).reshape(gates * most, -1))
+        recurrent.append(way.recurrent.reshape(gates * most, most))
+        way.biases[0] += way.maps.mean(axis=0)
+        bias.append(way.biases.reshape(-1))
     given = w.adapted(name, [lists[0], lists[1], columns])
     if own_x.shape[1]:
-        more = f"({own_x.shape[1]}) for what dead channels add differently at each step"
-        w.stays(_made(node), f"reads extra inputs {more}")
+        count = own_x.shape[1]
+        w.stays(_made(node), f"reads extra inputs ({count}) for what dead channels add differently at each step")
         course = w.emit("Expand", [w.constant(own_x[:, None]), w.batch_shape((len(own_x), 1, own_x.shape[1]), 1)])
         given = w.emit("Concat", [given, course], axis=2)
-    names = [given, *(w.constant(np.stack(v)) for v in (small_w, small_r, small_b)), ""]
+    units = [way.own for way in ways]
+    names = [given, *(w.constant(np.stack(v)) for v in (weight, recurrent, bias)), ""]
     names += [_start(w, v, units) if v else "" for v in list(node.input)[5:7]]
     outs = w.emit_many(node.op_type, names, len(node.output), **{**settings(node), "hidden_size": most})
     for value, piece in zip(node.output, outs, strict=True):
         if value:
-            whole = np.arange(int(np.prod(s.shape(value)))).reshape(s.shape(value))
-            ids = np.stack(
-                [
-                    np.where(own >= 0, whole[..., way, :, np.maximum(own, 0)].transpose(_last(whole.ndim)), -1)
-                    for way, own in enumerate(units)
-                ],
-                axis=-3,
-            )
-            w.put(value, piece, np.where(np.isin(ids, whole[s.varies[value]]), ids, -1))
+            w.put(value, piece, _elements(s, value, units))
+
+
+def _elements(s: Study, value: str, units: list[Ids]) -> Ids:
+    """The elements of an output that the layer with these `units` gives, -1 for those that do not vary."""
+    whole = np.arange(int(np.prod(s.shape(value)))).reshape(s.shape(value))
+    each = [
+        np.where(own >= 0, whole[..., way, :, np.maximum(own, 0)].transpose(_last(whole.ndim)), -1)
+        for way, own in enumerate(units)
+    ]
+    ids = np.stack(each, axis=-3)
+    return np.where(np.isin(ids, whole[s.varies[value]]), ids, -1)
 
 
 def _note(w: Writer, node: NodeProto, live: Bools, made: list[_Way]) -> None:
