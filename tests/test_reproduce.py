@@ -13,8 +13,9 @@ import pytest
 import typer
 from edge_bench.reproductions import reproduce as command
 from edge_bench.reproductions import reproduction, results_page
-from edge_bench.reproductions.reproduce import reproduce, summary
+from edge_bench.reproductions.reproduce import reproduce
 from edge_bench.reproductions.reproduction import cells, changed, merged, parse
+from edge_bench.reproductions.result_file import summary
 from edge_bench.reproductions.stored_runs import known
 
 from edge_client.commands.exit_codes import ExitCode

@@ -1,6 +1,6 @@
 """The runs that a reproduction has on the disk: those of its `result.json` and of its cell files, read back.
 
-Nothing here runs a cell or writes a file: `reproduce` does.
+Nothing here runs a cell or writes a file: `reproduce` and `result_file` do.
 """
 
 from __future__ import annotations
