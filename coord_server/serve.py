@@ -19,10 +19,10 @@ import typer
 import uvicorn
 
 from coord_server import auth
+from coord_server.app import create_app
 from coord_server.bundles import MAX_PARAMETERS
 from coord_server.connections import MOST, PATIENCE, SPARE, Connection, Places
 from coord_server.coordinator import Coordinator
-from coord_server.http import create_app
 from coord_server.store import open_store
 from edge_client.errors import ConfigError
 from edge_client.logs import set_up

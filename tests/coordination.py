@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import numpy as np
 
+from coord_server.app import create_app
 from coord_server.coordinator import Coordinator
-from coord_server.http import create_app
 from coord_server.problems import PROBLEMS
 from coord_server.store import Store, open_store
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest

@@ -18,10 +18,11 @@ from coordination import OPERATOR, Fleet, bearer, open_folder, served, until
 from fastapi import Request
 
 from coord_server import auth
+from coord_server.app import create_app
 from coord_server.connections import Places
 from coord_server.coordinator import Coordinator
 from coord_server.dashboard import answers, reference, session, view
-from coord_server.http import create_app, watch
+from coord_server.http import watch
 from coord_server.http.access import CALL
 from coord_server.live.federation import LiveFederation
 from coord_server.roles import Role

@@ -14,8 +14,8 @@ from coordination import OPERATOR, Fleet, bearer, open_folder, play, refused, se
 from prometheus_client.parser import text_string_to_metric_families
 
 from coord_server import metrics
+from coord_server.app import create_app
 from coord_server.coordinator import Coordinator
-from coord_server.http import create_app
 
 Figures = dict[tuple[str, tuple[str, ...]], float]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from coord_server.app import create_app
 from coord_server.coordinator import Coordinator
-from coord_server.http import create_app
 from coord_server.problems import PROBLEMS
 from coord_server.store import open_store
 from edge_client.bundle import Manifest, generate
