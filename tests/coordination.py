@@ -18,6 +18,7 @@ from coord_server.app import create_app
 from coord_server.coordinator import Coordinator
 from coord_server.problems import PROBLEMS
 from coord_server.store import Store, open_store
+from coord_server.store.values import INLINE
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.protocol.messages import Problem
 from edge_client.protocol.metrics import METRICS
@@ -27,6 +28,7 @@ from edge_client.targets import Classification
 LIMIT = 600.0  # seconds that a condition may take to come true on the slowest and busiest machine
 OPERATOR = "o" * 64
 D = 12  # parameters of the small bundle
+LARGE = 2 * (INLINE // 8 + 100)  # parameters whose values are files, not rows of the database
 
 
 def manifest(d: int = D) -> Manifest:
@@ -241,3 +243,14 @@ def unfinished(folder: Path) -> list[Path]:
 def flipped(data: bytes) -> bytes:
     """The same with one bit changed."""
     return data[:-7] + bytes([data[-7] ^ 1]) + data[-6:]
+
+
+async def pages(fleet: Fleet, path: str, limit: int) -> list[list[Any]]:
+    """Every page of a list, by its links."""
+    found, url = [], f"{path}{'&' if '?' in path else '?'}limit={limit}"
+    while url:
+        answer = await fleet.operator("GET", url)
+        assert answer.status_code == 200, answer.text
+        found.append(answer.json())
+        url = answer.links.get("next", {}).get("url", "")
+    return found

@@ -221,3 +221,21 @@ def _table(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tensor, ...]:
         rows.append(Tensor(name=name, shape=shape, offset=end, init=Init(kind="uniform", scale=1.0)))
         end += rows[-1].size
     return tuple(rows)
+
+
+def small_manifest(**changes: object) -> Manifest:
+    """A 3-2 linear layer with batch-norm statistics."""
+    fields: dict[str, object] = {
+        "name": "small",
+        "input": Input(shape=(3,)),
+        "target": Classification(classes=2),
+        "parameters": (
+            Tensor(name="fc.weight", shape=(2, 3), offset=0, init=Init(kind="uniform", scale=0.5)),
+            Tensor(name="fc.bias", shape=(2,), offset=6, init=Init(kind="constant", scale=0.25)),
+        ),
+        "buffers": (Tensor(name="bn.mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0.0)),),
+        "layers": (Layer(name="fc", kind="linear", weights=("fc.weight",), biases=("fc.bias",)),),
+        "seed": 5,
+        **changes,
+    }
+    return Manifest.model_validate(fields)

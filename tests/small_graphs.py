@@ -13,9 +13,12 @@ from typing import Literal
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 from onnx import parser
 
+from edge_client.align import Align
 from edge_client.bundle import F32, MANIFEST, Bundle, Init, Input, Layer, Manifest, Part, Tensor, digest
+from edge_client.compaction.personal import PersonalReport, write_personal
 from edge_client.targets import Classification
 from edge_client.task import Personal
 
@@ -314,3 +317,34 @@ def bundle_of(graph: Graph, folder: Path) -> Bundle:
 def personal_of(values: Mapping[str, F32]) -> Personal:
     """The values as a personal model without statistics."""
     return Personal(np.concatenate([v.reshape(-1) for v in values.values()]), np.zeros(0, np.float32))
+
+
+def run(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> np.ndarray:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feed)[0]
+
+
+def samples(graph: Graph) -> np.ndarray:
+    random = np.random.default_rng(0)
+    if graph.dtype == "int64":
+        return random.integers(0, 9, (16, *graph.x))
+    return random.standard_normal((16, *graph.x)).astype(np.float32)
+
+
+def compact(
+    graph: Graph, values: dict[str, F32], folder: Path, align: Align = "none"
+) -> tuple[onnx.ModelProto, PersonalReport, float]:
+    """The personal model, its report, and its largest error over the standard deviation of the outputs."""
+    x = samples(graph)
+    bundle, path = bundle_of(graph, folder), folder / "personal.onnx"
+    report = write_personal(bundle, personal_of(values), path, x, align=align)
+    model = onnx.load(folder / "personal.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    right = run(graph.model(), {"x": x, **values})
+    return model, report, float(np.abs(run(model, {"x": x}) - right).max() / right.std())
+
+
+def weights(model: onnx.ModelProto, *operators: str) -> list[tuple[int, ...]]:
+    """The shapes of the layers' weights in forward order."""
+    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
+    return [shapes[n.input[1]] for n in model.graph.node if n.op_type in operators and n.input[1] in shapes]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from coordination import (
+    LARGE,
     LIMIT,
     D,
     Fleet,
@@ -29,11 +30,9 @@ from coordination import (
 
 from coord_server import aggregation
 from coord_server.store.metadata import Metadata
-from coord_server.store.values import INLINE
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods.fedavg import FedAvg
 
-LARGE = 2 * ((INLINE // 8) + 100)  # parameters whose values are files, not rows of the database
 FED = "/v1/federations/fed"
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import httpx
 import pytest
 from coordination import (
+    LARGE,
     LIMIT,
     OPERATOR,
     Fleet,
     bearer,
     credential,
+    pages,
     play,
     refused,
     served,
@@ -29,8 +31,7 @@ from coordination import (
     whole,
     write_bundle,
 )
-from test_api_faults import LARGE
-from test_coordinator_process import coordinator
+from coordinator_process import coordinator
 
 from coord_server.live.federation import LiveFederation
 from coord_server.operator.client import Operator
@@ -317,17 +318,6 @@ def test_a_number_of_rounds_that_the_method_cannot_use_is_refused(tmp_path: Path
 
 
 # --- lists
-
-
-async def pages(fleet: Fleet, path: str, limit: int) -> list[list[Any]]:
-    """Every page of a list, by its links."""
-    found, url = [], f"{path}{'&' if '?' in path else '?'}limit={limit}"
-    while url:
-        answer = await fleet.operator("GET", url)
-        assert answer.status_code == 200, answer.text
-        found.append(answer.json())
-        url = answer.links.get("next", {}).get("url", "")
-    return found
 
 
 def test_every_list_comes_in_pages_that_hold_each_item_once(tmp_path: Path) -> None:

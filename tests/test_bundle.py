@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from edge_kernels import counter
 from safetensors.numpy import save_file
+from sequential_bundle import small_manifest
 
 from edge_client.bundle import (
     MANIFEST,
     MAX_TENSORS,
     Bundle,
     Init,
-    Input,
     Layer,
     Manifest,
     Part,
@@ -28,25 +28,6 @@ from edge_client.bundle import (
     views,
 )
 from edge_client.errors import BundleError
-from edge_client.targets import Classification
-
-
-def small_manifest(**changes: object) -> Manifest:
-    """A 3-2 linear layer with batch-norm statistics."""
-    fields: dict[str, object] = {
-        "name": "small",
-        "input": Input(shape=(3,)),
-        "target": Classification(classes=2),
-        "parameters": (
-            Tensor(name="fc.weight", shape=(2, 3), offset=0, init=Init(kind="uniform", scale=0.5)),
-            Tensor(name="fc.bias", shape=(2,), offset=6, init=Init(kind="constant", scale=0.25)),
-        ),
-        "buffers": (Tensor(name="bn.mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0.0)),),
-        "layers": (Layer(name="fc", kind="linear", weights=("fc.weight",), biases=("fc.bias",)),),
-        "seed": 5,
-        **changes,
-    }
-    return Manifest.model_validate(fields)
 
 
 def test_a_manifest_survives_its_json_and_keeps_its_digest() -> None:

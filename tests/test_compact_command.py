@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from personal_models import MLP, MLP_VALUES, run
 from safetensors.numpy import save_file
 from sequential_bundle import personal_of, sequential_bundle
-from test_personal import MLP, MLP_VALUES, run
 
 from edge_client.bundle import views
 from edge_client.cli import join

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from personal_models import MLP, MLP_VALUES, STILL, X, Y, in_float64, run, still
 from sequential_bundle import personal_of, sequential_bundle
-from test_personal import MLP, MLP_VALUES, STILL, X, Y, in_float64, run, still
 
 import edge_client.compaction.personal as personal_module
 import edge_client.compaction.preparation as preparation

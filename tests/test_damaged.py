@@ -6,9 +6,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from coordination import Fleet, manifest, play, refused, settings, whole
-from test_api_manage import pages
-from test_dashboard import HTML, PAGE, log_in, said
+from coordination import Fleet, manifest, pages, play, refused, settings, whole
+from dashboard_pages import HTML, PAGE, log_in, said
 
 from coord_server.operator import manage
 from edge_client.bundle import digest

@@ -11,8 +11,8 @@ import httpx
 import onnxruntime as ort
 import pytest
 from coordination import LIMIT, OPERATOR, Fleet, bearer, refused
-from test_dashboard import FORM, HTML, PAGE, Reader, log_in, said, send
-from test_exports import PATH, with_digits
+from dashboard_pages import FORM, HTML, PAGE, Reader, log_in, said, send
+from exports_of_digits import PATH, with_digits
 
 from coord_server import exports
 from coord_server.dashboard import view

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bundle import small_manifest
+from sequential_bundle import small_manifest
 
 from edge_client.bundle import Manifest
 from edge_client.data import DataFile, DeviceData, doubts, fit, read, split

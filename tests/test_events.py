@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from coordination import LIMIT, OPERATOR, Fleet, bearer, refused
+from engine_steps import config, here, opened, run, updated
 from listening import Served, listening
 from pydantic import TypeAdapter
-from test_engine import config, here, opened, run, updated
 
 from coord_server.engine import State
 from coord_server.events import Aggregated

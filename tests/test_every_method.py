@@ -1,8 +1,4 @@
-"""What every method must do, whatever it is: each installed method is found by its entry point and tried here.
-
-A method that needs settings of its own on a network as small as this one has them in SETTINGS. VARIANTS are further
-methods with settings under which much of their code differs.
-"""
+"""What every method must do, whatever it is: each installed method is found by its entry point and tried here."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import entry_points
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -21,6 +16,7 @@ from edge_bench.federation.processes import children, coordinator
 from edge_bench.simulation.simulate import Simulated
 from edge_bench.testing import Ground, digits, methods
 from edge_kernels import counter
+from every_method import NAMES, VARIANTS, every_method, made
 
 from coord_server import guard
 from coord_server.guard import Limit
@@ -33,7 +29,6 @@ from edge_client.errors import ConfigError
 from edge_client.files import write_whole
 from edge_client.flat import from_arrays
 from edge_client.global_model import global_model
-from edge_client.methods import Method, make_method
 from edge_client.methods.fedmap import FedMap, Record
 from edge_client.protocol import payload
 from edge_client.protocol.messages import Report
@@ -43,50 +38,8 @@ from edge_client.task import Personal, Task
 from edge_client.training import open_trainer
 
 pytest.importorskip("sklearn")
-NAMES = sorted(e.name for e in entry_points(group="maskfleet.methods"))
-SETTINGS: dict[str, dict[str, Any]] = {
-    "coupled": {"head": "mask", "theta0": 0.5},
-    "fedmap": {"every": 1},
-    "fedmask": {"keep": 0.5},
-    "hermes": {"threshold": -1.0},  # every device prunes in every round
-    "lgfedavg": {"num_layers": 1, "global_rounds": 1},
-    "stc": {"keep": 0.05},
-}
-DR = {"eta": 10.0, "alpha": 1.2}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "deepreduce": {"name": "deltamask", "codec": "bloom", "sampling": "independent", "head": "mask"},
-    "eden": {"name": "fedavg", "up": "eden:0.5", "down": "float16"},
-    "drive-plus-per-tensor": {"name": "fedavg", "up": "drive+", "per_tensor": True},
-    "fedavg-mean": {"name": "fedavg", "average": 0.7},
-    "fedavg-momentum": {"name": "fedavg", "average": 0.7, "server_momentum": 0.9},
-    "fedmap-dr-c1": {"name": "fedmap", "every": 2, "dr": {**DR, "later": "fedavg"}},
-    "fedmap-dr-c2-c3": {"name": "fedmap", "every": 1, "weights": "samples", "dr": {**DR, "later_alpha": 1.75}},
-    "fedmap-dr-eden": {"name": "fedmap", "every": 1, "up": "eden:1", "dr": DR},
-    "fedpm-counts": {"name": "fedpm", "down": "counts", "head": "mask"},
-    "lattice-pruned": {"name": "lattice", "prune": 0.5, "prune_after": 1, "personal_epochs": 1},
-    "perfedavg-hf": {"name": "perfedavg", "variant": "hf", "up": "drive"},
-    "qsgd": {"name": "fedavg", "up": "qsgd:4", "down": "stochastic8"},
-    "signed-counts": {"name": "signed", "down": "count"},
-    "topk": {"name": "fedavg", "up": "topk:0.1", "feedback": True},
-    "topk-per-tensor": {"name": "fedavg", "up": "topk:0.1", "per_tensor": True, "feedback": True},
-}
-CODED = ("federated_pruning", "federated_pruning_lamp", "fedmap", "hermes", "lgfedavg", "linear_probing")
-CODECS: dict[str, dict[str, Any]] = {"eden": {"up": "eden:1"}, "topk": {"up": "topk:0.1", "feedback": True}}
-VARIANTS |= {
-    f"{name}-{codec}": {"name": name, **SETTINGS.get(name, {}), **settings}
-    for name in CODED
-    for codec, settings in CODECS.items()
-}
 WITHOUT_GLOBAL = {"bnn", "hidenseek", "lgfedavg", "signed", "standalone"}
 PRUNED = {"federated_pruning", "federated_pruning_lamp", "fedmap", "fedmask", "hermes", "hidenseek", "lattice-pruned"}
-every_method = pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
-
-
-def made(name: str) -> Method:
-    """The method under test: one epoch a round where it has epochs."""
-    settings = VARIANTS.get(name, {"name": name, **SETTINGS.get(name, {})})
-    epochs = {"epochs": 1} if "epochs" in type(make_method(settings)).model_fields else {}
-    return make_method({**epochs, **settings})
 
 
 def kind(name: str) -> str:

@@ -29,7 +29,7 @@ from edge_export.executorch import parts
 from edge_export.executorch.operators import TABLE
 from edge_export.executorch.parts import add_parts
 from exported import exported
-from test_exports import PATH, ended, with_digits
+from exports_of_digits import PATH, ended, with_digits
 
 from edge_client.runtimes.executorch import open_pte
 

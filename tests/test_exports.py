@@ -5,40 +5,36 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import coordinator_process
 import httpx
 import numpy as np
 import onnx
 import onnxruntime as ort
 import psutil
 import pytest
-import test_coordinator_process
-from coordination import LIMIT, OPERATOR, Fleet, bearer, credential, play, refused, settings, whole
+from coordination import LIMIT, OPERATOR, Fleet, bearer, credential, refused, settings, whole
+from coordinator_process import coordinator
 from edge_bench.simulation.workers import Evaluation
 from edge_bench.testing import digits, methods
+from every_method import SETTINGS, every_method, made
+from exports_of_digits import DIGITS, PATH, ended, with_digits
 from processes import HELD, held, release
 from processes import ended as over
-from test_coordinator_process import coordinator
-from test_every_method import SETTINGS, every_method, made
 
 from coord_server import aggregation, exports, model_file
 from coord_server.exports import Exports
 from coord_server.operator.client import Operator
 from coord_server.operator.export import export_onnx
-from edge_client.bundle import MANIFEST, Bundle, digest
+from edge_client.bundle import Bundle
 from edge_client.errors import CompactionError
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
-from edge_client.named_bundles import packaged
 from edge_client.protocol.messages import Federation, FederationConfig, Report
 from edge_client.task import Course
 from edge_client.training import open_trainer
-
-PATH = "/v1/federations/fed/exports"
-DIGITS = packaged()["digits"]
 
 
 def graph(file: bytes) -> bytes:
@@ -46,42 +42,6 @@ def graph(file: bytes) -> bytes:
     model = onnx.load_from_string(file)
     del model.metadata_props[:]
     return bytes(model.SerializeToString(deterministic=True))
-
-
-async def upload(fleet: Fleet) -> str:
-    """The packaged bundle "digits"; its digest."""
-    bundle, manifest = Bundle.open(DIGITS), (DIGITS / MANIFEST).read_bytes()
-    await fleet.operator("POST", "/v1/bundles", content=manifest)
-    for name in bundle.manifest.parts:
-        path = f"/v1/bundles/{digest(manifest)}/parts/{name}"
-        await fleet.operator("PUT", path, content=bundle.part(name).read_bytes())
-    return digest(manifest)
-
-
-def with_digits(folder: Path, script: Callable[[Fleet], Awaitable[Any]], **more: Any) -> Any:
-    """Run `script` against a coordinator with a federation of two devices on the bundle "digits"."""
-
-    async def prepared(fleet: Fleet) -> Any:
-        address = await upload(fleet)
-
-        async def bundle(d: int = 0) -> str:
-            return address
-
-        fleet.bundle = bundle  # type: ignore[method-assign]
-        await fleet.federation("a", "bb", **more)
-        return await script(fleet)
-
-    return play(folder, prepared)
-
-
-async def ended(fleet: Fleet, found: dict[str, Any]) -> dict[str, Any]:
-    """The export once it is ready or has failed, which the coordinator sees to, however slow the machine is."""
-    end = time.monotonic() + exports.SECONDS + LIMIT
-    while found["state"] in ("waiting", "running"):
-        assert time.monotonic() < end, found
-        await asyncio.sleep(0.05)
-        found = (await fleet.operator("GET", f"{PATH}/{found['id']}")).json()
-    return found
 
 
 def test_the_operator_asks_for_a_model_watches_its_making_and_fetches_it(tmp_path: Path) -> None:
@@ -391,8 +351,8 @@ asyncio.create_subprocess_exec = lambda *command, **given: create(*{HELD}, *comm
 
 
 def test_a_worker_ends_with_the_coordinator_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    *python, serve = test_coordinator_process.SERVE
-    monkeypatch.setattr(test_coordinator_process, "SERVE", [*python, HOLDING + serve])  # it cannot be done before
+    *python, serve = coordinator_process.SERVE
+    monkeypatch.setattr(coordinator_process, "SERVE", [*python, HOLDING + serve])  # it cannot be done before
     data = tmp_path / "data"
     with coordinator(data) as (process, url), Operator(url, OPERATOR) as operator:
         bundle = operator.upload_bundle(DIGITS)

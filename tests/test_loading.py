@@ -8,8 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from coordination import bearer, credential, refused, served, until
-from test_api_manage import pages
+from coordination import bearer, credential, pages, refused, served, until
 from typer.testing import CliRunner
 
 from coord_server.operator import cli as operator_cli

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import typer
 from coordination import LIMIT, OPERATOR, bearer, settings, write_bundle
-from test_coordinator_process import coordinator
+from coordinator_process import coordinator
 from typer.testing import CliRunner
 
 from coord_server.http import pages

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_bench.testing import digits, methods
+from every_method import every_method, made
 from rounds import Rounds
-from test_every_method import every_method, made
 
 from coord_server import aggregation
 from edge_client.flat import to_arrays

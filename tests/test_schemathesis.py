@@ -13,11 +13,11 @@ import httpx
 import pytest
 import schemathesis
 from coordination import LIMIT, OPERATOR, bearer, credential, settings, write_bundle
+from coordinator_process import coordinator
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as examples
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode, checks
-from test_coordinator_process import coordinator
 
 from coord_server.operator.client import Operator
 from edge_client.protocol.messages import FederationConfig

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from onnx import NodeProto
-from small_graphs import CONV, GRAPHS, MEAN, Graph, masked
-from test_smaller import compact, weights
+from small_graphs import CONV, GRAPHS, MEAN, Graph, compact, masked, weights
 
 from edge_client.compaction import maps
 from edge_client.compaction.pieces import Ragged

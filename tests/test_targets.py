@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bundle import small_manifest
+from sequential_bundle import small_manifest
 
 from edge_client.bundle import Bundle, Manifest, parse_manifest
 from edge_client.compaction.personal import write_personal

@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from coordination import (
+    LARGE,
     LIMIT,
     OPERATOR,
     Fleet,
@@ -30,15 +31,14 @@ from coordination import (
     until,
     write_bundle,
 )
+from coordinator_process import Deadly
 from numpy.typing import NDArray
 from sqlalchemy import event as sql
-from test_coordinator_process import Deadly
 
 from coord_server import coordinator
 from coord_server.live import devices
 from coord_server.live import rounds as live_rounds
 from coord_server.operator.client import Operator
-from coord_server.store.values import INLINE
 from edge_client import methods
 from edge_client.methods import fedavg
 from edge_client.protocol.messages import FederationConfig
@@ -48,7 +48,6 @@ from edge_client.task import Assignment, Course
 
 DEVICES = ("a", "bb", "ccc", "dddd", "eeeee")
 ALL = {"cohort": len(DEVICES), "min_devices": len(DEVICES), "min_updates": len(DEVICES)}
-LARGE = 2 * (INLINE // 8 + 100)  # parameters whose values are files, not rows of the database
 FED = "/v1/federations/fed"
 
 

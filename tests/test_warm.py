@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from coordination import Fleet, manifest, play, refused, settings, whole
+from every_method import SETTINGS
 from numpy_mlp import grouped
 from rounds import Rounds
 from safetensors.numpy import load, save
-from test_every_method import SETTINGS
 
 from coord_server import warm
 from coord_server.operator.cli import check_settings
