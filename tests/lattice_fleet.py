@@ -56,6 +56,9 @@ def samples(label: int, n: int = 8) -> DeviceData:
     return DeviceData(x, y, x[:0], y[:0], x[:0], y[:0])
 
 
+THREE = {d: samples(i) for i, d in enumerate("abc")}
+
+
 @dataclass
 class LatticeFleet:
     """A federation by hand. Every value is stored and read again between the rounds."""
