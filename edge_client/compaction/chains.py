@@ -14,7 +14,7 @@ from onnx import NodeProto, helper
 
 from edge_client.compaction.apart import part_batch
 from edge_client.compaction.moves import PICK, is_move
-from edge_client.compaction.net import Net, drop_unused
+from edge_client.compaction.net import Net, Shape, drop_unused
 from edge_client.compaction.operators import Array
 from edge_client.compaction.pieces import Ids, by_axis
 from edge_client.compaction.reshapes import REGROUP
@@ -137,39 +137,26 @@ def _affine(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | None
     batch, arrived = net.moving[name].index(True), net.moving[out].index(True)
     if shape[batch] != 1 or size[arrived] != 1:
         return None
-    steps = [int(np.take(moved, 1, a).flat[0] - moved.flat[0]) if n > 1 else 0 for a, n in enumerate(size)]
-    even = moved.flat[0] + sum(
-        np.arange(n).reshape(-1, *(1,) * (len(size) - 1 - a)) * steps[a] for a, n in enumerate(size)
-    )
-    if not np.array_equal(even, moved) or any(s <= 0 for s, n in zip(steps, size, strict=True) if n > 1):
+    steps = _steps(moved)
+    if steps is None:
         return None
-    inner = [prod(shape[a + 1 :]) for a in range(len(shape))]
-    order: list[int] = []  # the axes of the output, as they follow each other in the input
-    lengths: list[int] = []
+    stretches = [(0, [arrived]) if a == batch else _stretch(shape, a, moved, steps) for a in range(len(shape))]
     nodes: list[NodeProto] = []
     reads = name
-    for a, n in enumerate(shape):
-        if a == batch:
-            order.append(arrived)
-            lengths.append(1)
-            continue
-        own = [b for b, s in enumerate(steps) if size[b] > 1 and inner[a] <= s < inner[a] * n]
-        own.sort(key=lambda b: -steps[b])
-        span = prod(size[b] for b in own)
-        dense = [inner[a] * prod(size[c] for c in own[k + 1 :]) for k in range(len(own))]
-        low = int(moved.flat[0]) // inner[a] % n
-        if [steps[b] for b in own] != dense or low + span > n:
+    order: list[int] = []  # the axes of the output, as they follow each other in the input
+    for a, stretch in enumerate(stretches):
+        if stretch is None:
             return None
-        if span != n:
+        low, own = stretch
+        span = prod(size[b] for b in own)
+        if span != shape[a]:
             bounds = [net.add_constant(f"{out}.{a}.{k}", np.array([v])) for k, v in enumerate((low, low + span, a))]
             cut = f"{out}.{a}"
             nodes.append(helper.make_node("Slice", [reads, *bounds], [cut]))
             reads = net.declare(cut, reads, [span if b == a else m for b, m in enumerate(net.shapes[reads])], batch)
         order += own
-        lengths += [size[b] for b in own]
     order += [b for b in range(len(size)) if b not in order]
-    lengths += [1] * (len(size) - len(lengths))
-    at = order.index(arrived)
+    lengths, at = [size[b] for b in order], order.index(arrived)
     if lengths != list(net.shapes[reads]) or at != batch:
         due = [-1 if k == at else n for k, n in enumerate(lengths)]
         target = net.add_constant(f"{out}.shape", np.array(due))
@@ -181,3 +168,30 @@ def _affine(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | None
     elif nodes:
         nodes[-1].output[0] = out
     return nodes or None
+
+
+def _steps(moved: Ids) -> list[int] | None:
+    """How far apart neighbours along each axis lie, 0 for an axis of one entry; None where that differs or falls."""
+    size = moved.shape
+    steps = [int(np.take(moved, 1, a).flat[0] - moved.flat[0]) if n > 1 else 0 for a, n in enumerate(size)]
+    even = moved.flat[0] + sum(
+        np.arange(n).reshape(-1, *(1,) * (len(size) - 1 - a)) * steps[a] for a, n in enumerate(size)
+    )
+    if not np.array_equal(even, moved) or any(s <= 0 for s, n in zip(steps, size, strict=True) if n > 1):
+        return None
+    return steps
+
+
+def _stretch(shape: Shape, axis: int, moved: Ids, steps: list[int]) -> tuple[int, list[int]] | None:
+    """The first entry of an input's axis that the output holds, and the output's axes that go on from there.
+
+    None where these leave entries out between them.
+    """
+    size, n, inner = moved.shape, shape[axis], prod(shape[axis + 1 :])
+    own = [b for b, s in enumerate(steps) if size[b] > 1 and inner <= s < inner * n]
+    own.sort(key=lambda b: -steps[b])
+    dense = [inner * prod(size[c] for c in own[k + 1 :]) for k in range(len(own))]
+    low = int(moved.flat[0]) // inner % n
+    if [steps[b] for b in own] != dense or low + prod(size[b] for b in own) > n:
+        return None
+    return low, own
