@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_client.errors import ConfigError, MeterError
 from edge_client.measure import sync
@@ -72,7 +73,17 @@ def parse(text: str, where: str, volts: float | None = None) -> tuple[F64, F64]:
     if len(figures) < ROWS:
         raise MeterError(f"{where} has {len(figures)} rows of numbers; record for longer")
     times, *values = np.array(figures).T * scales[:, None]
-    name = head.names[time_at].strip()
+    fresh = _fresh(times, head.names[time_at].strip(), where)
+    watts = np.prod(values, axis=0)[fresh] * (1.0 if volts is None else volts)
+    try:
+        added([("the recording", float(np.median(watts)))], ACCURACY.offset)
+    except OSError as error:
+        raise MeterError(f"{where}: {error}") from None
+    return times[fresh], watts
+
+
+def _fresh(times: F64, name: str, where: str) -> NDArray[np.bool_]:
+    """The rows whose time is a new one. Raises MeterError for times, of the column `name`, that are no recording's."""
     back = np.flatnonzero(np.diff(times) < 0)
     if len(back):
         raise MeterError(f"{where}: time goes back after row {back[0] + 1}; record with dates, or not over midnight")
@@ -84,12 +95,7 @@ def parse(text: str, where: str, volts: float | None = None) -> tuple[F64, F64]:
     fresh = np.concatenate([[True], np.diff(times) > 0])
     if 2 * fresh.sum() < len(times):
         raise MeterError(f"{where}: most rows repeat a time of {name!r}; record with finer times")
-    watts = np.prod(values, axis=0)[fresh] * (1.0 if volts is None else volts)
-    try:
-        added([("the recording", float(np.median(watts)))], ACCURACY.offset)
-    except OSError as error:
-        raise MeterError(f"{where}: {error}") from None
-    return times[fresh], watts
+    return fresh
 
 
 def _moment_of(row: Sequence[str], at: int, date: int | None) -> str:

@@ -105,13 +105,8 @@ def joules(trace: Trace, start: float, end: float) -> Energy:
             f"the meter's recording covers {covered} of a window of {end - start:.2f} s; start it earlier, stop it "
             "later, and see that it sampled throughout"
         )
-    if trace.unit == "J":  # beyond its ends a counter goes on as it did there
-        pace = np.diff(values[[0, 1, -2, -1]])[[0, 2]] / np.diff(times[[0, 1, -2, -1]])[[0, 2]]
-        early, late_by = max(times[0] - start, 0.0), max(end - times[-1], 0.0)
-        if early:
-            times, values = np.insert(times, 0, start), np.insert(values, 0, values[0] - pace[0] * early)
-        if late_by:
-            times, values = np.append(times, end), np.append(values, values[-1] + pace[1] * late_by)
+    if trace.unit == "J":
+        times, values = _prolonged(times, values, start, end)
     low, high = np.searchsorted(times, [start, end], "right")
     t = np.concatenate([[start], times[low:high][times[low:high] < end], [end]])
     v = np.interp(t, times, values)
@@ -141,6 +136,17 @@ def joules(trace: Trace, start: float, end: float) -> Energy:
         total, end - start, int(high - low), lost(times[around], trace.period), trace.clipped,
         hypot(sampling, rounding, edges), trace.accuracy,
     )  # fmt: skip
+
+
+def _prolonged(times: F64, values: F64, start: float, end: float) -> tuple[F64, F64]:
+    """A counter's readings from `start` to `end`: beyond its ends it goes on as it did there."""
+    pace = np.diff(values[[0, 1, -2, -1]])[[0, 2]] / np.diff(times[[0, 1, -2, -1]])[[0, 2]]
+    early, late = max(times[0] - start, 0.0), max(end - times[-1], 0.0)
+    if early:
+        times, values = np.insert(times, 0, start), np.insert(values, 0, values[0] - pace[0] * early)
+    if late:
+        times, values = np.append(times, end), np.append(values, values[-1] + pace[1] * late)
+    return times, values
 
 
 def added(rails: Iterable[tuple[str, float]], zero: float) -> float:
