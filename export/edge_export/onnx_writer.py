@@ -10,6 +10,7 @@ An operator without a function, or a setting that its function does not know, ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from operator import getitem
 from types import SimpleNamespace
 from typing import Any
@@ -167,7 +168,7 @@ class Writer:
     def _expression(self, expr: sympy.Expr) -> str:
         if expr in self._sizes:
             return self._sizes[expr]
-        name, kind = "", type(expr).__name__
+        kind = type(expr).__name__
         if expr in self.batch:
             return self.batch[expr]
         if expr.is_Symbol:
@@ -183,14 +184,8 @@ class Writer:
                 return self._expression(expr.args[ahead.index(True)])
         parts = [self._expression(a) for a in expr.args]
         if kind in ("Add", "Mul"):
-            if any(_is_float(a) for a in expr.args):
-                parts = [
-                    p if _is_float(a) else self.op("Cast", p, to=TensorProto.FLOAT)
-                    for p, a in zip(parts, expr.args, strict=True)
-                ]
-            name = parts[0]
-            for part in parts[1:]:
-                name = self.op(kind, name, part)
+            same = self._floats(expr.args, parts) if any(map(_is_float, expr.args)) else parts
+            name = reduce(partial(self.op, kind), same)
         elif kind in ("FloorDiv", "CleanDiv"):
             name = self.op("Div", *parts)  # sizes are not negative
         elif kind in ("Max", "Min"):
@@ -200,21 +195,20 @@ class Writer:
         elif kind == "ToFloat":
             name = self.op("Cast", parts[0], to=TensorProto.FLOAT)
         elif kind in ("IntTrueDiv", "FloatTrueDiv"):
-            floats = [
-                p if _is_float(a) else self.op("Cast", p, to=TensorProto.FLOAT)
-                for p, a in zip(parts, expr.args, strict=True)
-            ]
-            name = self.op("Div", *floats)
+            name = self.op("Div", *self._floats(expr.args, parts))
         elif kind in ("Pow", "PowByNatural", "FloatPow") and expr.args[1].is_Integer and 1 <= int(expr.args[1]) <= 4:
-            name = parts[0]
-            for _ in range(int(expr.args[1]) - 1):
-                name = self.op("Mul", name, parts[0])
+            name = reduce(partial(self.op, "Mul"), [parts[0]] * int(expr.args[1]))
         elif kind == "Pow" and expr.args[1] == -1:
             name = self.op("Reciprocal", self.op("Cast", parts[0], to=TensorProto.FLOAT))
         else:
             raise self.refuse(f"has a size that is {expr} for a batch of n samples")
         self._sizes[expr] = name
         return name
+
+    def _floats(self, args: Sequence[sympy.Expr], parts: Sequence[str]) -> list[str]:
+        """The `parts`, which are the values of `args`, as floats."""
+        cast = partial(self.op, "Cast", to=TensorProto.FLOAT)
+        return [p if _is_float(a) else cast(p) for p, a in zip(parts, args, strict=True)]
 
     def shape(self, sizes: Sequence[Any]) -> str:
         """A shape as an int64 vector."""
