@@ -107,8 +107,8 @@ class Commits:
         """Apply `event` and write the new state; its decisions once they are on disk.
 
         `write` adds rows to the same transaction, except for a duplicate. `adopt` runs when memory takes the new state,
-        before anything else can see it. The event is committed even when the caller goes away. Raises Refusal when the
-        engine refuses, StateError when that was not confirmed: the caller then sends the same request again.
+        before anything else can see it. The event is committed even when the caller is cancelled. Raises Refusal when
+        the engine refuses, StateError when that was not confirmed: the caller then sends the same request again.
         """
         if self._closed:
             raise StorageUnreachableError("the coordinator is going down; send the request again soon")

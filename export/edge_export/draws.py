@@ -36,7 +36,7 @@ def inputs(module: nn.Module, example: Tensor, random: torch.Generator) -> Draw:
         try:
             with torch.no_grad():
                 probe(torch.full((2, *sample), size - 1))
-        except Exception:  # the author's module raises what it likes for an index that it has not
+        except Exception:  # of the author's module, which an index that it lacks may cause
             continue
         return lambda n, most=size: torch.randint(0, most, (n, *sample), generator=random)  # type: ignore[misc]
     return lambda n: example[torch.arange(n) % len(example)]

@@ -212,7 +212,7 @@ def run_cells(
 ) -> tuple[dict[str, Run], dict[str, str]]:
     """Run cells, by digest, and write each to its file when it ends: the runs by digest, why cells failed by name.
 
-    Data and bundles stay open while the cells that follow want the same.
+    Data and bundles stay open while the cells that follow have the same.
     """
     ran, failures, bundles = dict[str, Run](), dict[str, str](), dict[str, Bundle]()
     data: tuple[Any, dict[str, DeviceData]] = (None, {})

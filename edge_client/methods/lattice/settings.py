@@ -101,8 +101,8 @@ class Settings(LocalSgd):
     def allowed(self, net: Network, deliveries: float) -> float:
         """Coded bytes that a device may send and receive in all rounds, plus `deliveries` downlinks after the last one.
 
-        A downlink counts as half a round.
-        A smaller network has the budget of its own size, from the first round that trained it.
+        A downlink counts as half a round. A smaller network has the budget of its own size, from the first round that
+        trained it.
         """
         whole, now = (max(self.round_budget(model), LEAST) for model in (net.origin.model, net.model))
         return self.prune_after * whole + (net.course.rounds - self.prune_after + deliveries / 2) * now
