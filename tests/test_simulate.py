@@ -66,6 +66,12 @@ def devices(bundle: Bundle) -> dict[str, DeviceData]:
     return datasets.load(DIGITS, 5, bundle.manifest)
 
 
+def simulation(file: Path, rounds: int, methods: str) -> None:
+    """Write a simulation's file: three devices of 200 digits, and the tables of methods."""
+    data = '[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
+    file.write_text(f'bundle = "digits"\nrounds = {rounds}\ncohort = 3\n{data}{methods}')
+
+
 def config(**changes: Any) -> SimulationConfig:
     table = {
         "bundle": "digits",
@@ -151,9 +157,10 @@ def test_the_record_counts_what_was_carried(bundle: Bundle, results: dict[str, S
 
 def test_the_command_writes_a_record_for_each_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "out.json"
-    file.write_text(
-        'bundle = "digits"\nrounds = 9\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
-        "[methods.fedmask]\nepochs = 1\n[methods.fast]\nname = 'fedavg'\nlr = 0.05\nepochs = 1\n[methods.standalone]\n"
+    simulation(
+        file,
+        9,
+        "[methods.fedmask]\nepochs = 1\n[methods.fast]\nname = 'fedavg'\nlr = 0.05\nepochs = 1\n[methods.standalone]\n",
     )
     simulate_cli.simulate(file, json_file=out, rounds=2, seed=None, only="fedmask,fast")
     written = json.loads(out.read_text())
@@ -166,10 +173,7 @@ def test_the_command_writes_a_record_for_each_method(tmp_path: Path, capsys: pyt
 
 def test_a_label_is_printed_as_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(
-        'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
-        '[methods."[/] [red] :key:"]\nname = "fedavg"\nepochs = 1\n'
-    )
+    simulation(file, 1, '[methods."[/] [red] :key:"]\nname = "fedavg"\nepochs = 1\n')
     simulate_cli.simulate(file)
     assert capsys.readouterr().out.count("[/] [red] :key:") >= 3  # the progress, the table, the bytes by kind
 
@@ -192,9 +196,10 @@ def test_a_damaged_bundle_ends_the_command_with_its_own_exit_code(tmp_path: Path
 
 def test_the_command_writes_what_succeeded_and_names_what_failed(tmp_path: Path) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "out.json"
-    file.write_text(
-        'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
-        '[methods.fedpm]\nlayers = ["9"]\n[methods.coupled]\nlayers = ["8"]\n[methods.standalone]\nepochs = 1\n'
+    simulation(
+        file,
+        1,
+        '[methods.fedpm]\nlayers = ["9"]\n[methods.coupled]\nlayers = ["8"]\n[methods.standalone]\nepochs = 1\n',
     )
     with pytest.raises(ConfigError, match=r"(?s)fedpm: layers = \['9'\].*\ncoupled: layers = \['8'\]"):
         simulate_cli.simulate(file, json_file=out)
@@ -205,10 +210,7 @@ def test_ctrl_c_keeps_the_methods_that_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "out.json"
-    file.write_text(
-        'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
-        "[methods.standalone]\nepochs = 1\n[methods.fedavg]\nepochs = 1\n[methods.stc]\n"
-    )
+    simulation(file, 2, "[methods.standalone]\nepochs = 1\n[methods.fedavg]\nepochs = 1\n[methods.stc]\n")
 
     def step(_: object, text: str) -> None:
         if text.startswith("fedavg"):
@@ -229,10 +231,7 @@ def test_ctrl_c_keeps_the_methods_that_have_ended(
 
 def test_sigterm_keeps_the_methods_that_have_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "out.json"
-    file.write_text(
-        'bundle = "digits"\nrounds = 1\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
-        "[methods.standalone]\nepochs = 1\n[methods.fedavg]\nepochs = 1\n"
-    )
+    simulation(file, 1, "[methods.standalone]\nepochs = 1\n[methods.fedavg]\nepochs = 1\n")
 
     def step(_: object, text: str) -> None:
         if text.startswith("fedavg"):
@@ -251,10 +250,11 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, out = tmp_path / "run.toml", tmp_path / "out.json"
-    file.write_text(
-        'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
+    simulation(
+        file,
+        2,
         '[methods.idle]\nname = "fedavg"\nlr = 1e-9\nepochs = 1\n[methods.standalone]\nlr = 0.05\n'
-        "[methods.lgfedavg]\nnum_layers = 1\n"
+        "[methods.lgfedavg]\nnum_layers = 1\n",
     )
     simulate_cli.simulate(file, json_file=out)
     said, written = " ".join(capsys.readouterr().out.split()), json.loads(out.read_text())["methods"]
@@ -513,10 +513,7 @@ def test_methods_run_at_their_defaults_and_a_plot_is_there_on_request(
 ) -> None:
     pytest.importorskip("matplotlib")
     file, plot, out = tmp_path / "run.toml", tmp_path / "x.png", tmp_path / "x.json"
-    file.write_text(
-        'bundle = "digits"\nrounds = 2\ncohort = 3\n[data]\nname = "digits"\ndevices = 3\nsamples = 200\n'
-        "[methods.fedavg]\nlr = 0.05\n[methods.fedpm]\n"
-    )
+    simulation(file, 2, "[methods.fedavg]\nlr = 0.05\n[methods.fedpm]\n")
     simulate_cli.simulate(file, out, method="fedavg,standalone", plot=plot)
     written = json.loads(out.read_text())["methods"]
     assert {label: r["settings"]["lr"] for label, r in written.items()} == {"fedavg": 0.05, "standalone": None}
