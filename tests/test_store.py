@@ -358,7 +358,13 @@ def test_the_database_is_in_the_data_folder_whatever_its_name(tmp_path: Path, na
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("bogus", "Could not parse"), ("foo://host", "dialects:foo"), ("mysql+pymysql://h/x", "install this .*driver")],
+    [
+        ("bogus", "Could not parse"),
+        ("foo://host", "dialects:foo"),
+        ("mysql+pymysql://h/x", "install this .*driver"),
+        ("sqlite://", "in memory"),
+        ("sqlite:///:memory:", "in memory"),
+    ],
 )
 def test_a_url_that_opens_no_database_is_wrong_usage(tmp_path: Path, url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"--database: .*{said}"):

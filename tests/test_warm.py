@@ -184,3 +184,8 @@ def test_a_federation_goes_on_from_another_ones_global_model_and_its_devices_fet
 def test_a_source_written_as_a_name_is_answered_with_what_to_write() -> None:
     with pytest.raises(ConfigError, match=re.escape('write start_from = { federation = "har" }')):
         check_settings(settings(start_from="har"), "next.toml")
+
+
+def test_a_method_written_as_a_name_is_answered_with_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=re.escape('write method = { name = "fedavg" }')):
+        check_settings(settings(method="fedavg"), "next.toml")

@@ -97,6 +97,14 @@ class FederationConfig(Message):
     start_from: StartFrom | None = None
     """Start from another federation's global model: `bundle` becomes that of the same graphs with these values."""
 
+    @field_validator("method", mode="before")
+    @classmethod
+    def _of_a_name(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            name = given[:64]
+            raise ValueError(f'write method = {{ name = "{name}" }}, or {{"name": "{name}"}} in JSON')
+        return given
+
     @field_validator("start_from", mode="before")
     @classmethod
     def _from_a_name(cls, given: Any) -> Any:
