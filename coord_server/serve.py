@@ -59,7 +59,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn would cancel the application, which logs a traceback
+        if self.force_exit:  # uvicorn leaves out the end of the application
             await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -67,6 +67,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._coordinator.answer_polls)
+
+
+def not_cancelled(record: logging.LogRecord) -> bool:
+    """Whether to log it. A second signal cancels the requests under way, and uvicorn logs each as a fault."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def room(most: int) -> int:
@@ -185,6 +190,7 @@ def serve(
     origins = [_origin(given) for given in allow_origin or ()]
     set_up(log_format, log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
+    logging.getLogger("uvicorn.error").addFilter(not_cancelled)
     places = Places(room(max_connections))
     store = open_store(data, database, init)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -86,9 +87,17 @@ def test_an_idle_coordinator_is_small_and_ends_cleanly_although_a_device_waits(t
         assert answers[0]["status"] == "wait"
 
 
-def test_a_second_signal_ends_the_coordinator_as_cleanly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with coordinator(tmp_path / "data") as (process, _):
-        process.send_signal(signal.SIGINT)
+def test_a_second_signal_ends_the_coordinator_as_cleanly_although_a_request_is_under_way(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    head = b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+    with (
+        coordinator(tmp_path / "data") as (process, url),
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), LIMIT) as slow,
+    ):
+        slow.sendall(head)
+        assert slow.recv(100).startswith(b"HTTP/1.1 100")  # its body is awaited
+        process.send_signal(signal.SIGINT)  # waits for the request
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT) == 0
     assert capfd.readouterr().err == ""
