@@ -182,7 +182,7 @@ def test_a_second_search_on_the_same_trials_is_refused_and_the_first_one_goes_on
 
 
 def test_trials_lie_beside_the_output_also_in_a_folder_whose_name_has_signs_of_a_url(tmp_path: Path) -> None:
-    file = tmp_path / "what?x=50%25.trials"
+    file = tmp_path / "what?x=50%25{a}.trials"
     open_trials(file)
     assert [p.name for p in tmp_path.iterdir()] == [file.name]
 

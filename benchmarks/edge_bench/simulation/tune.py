@@ -13,17 +13,18 @@ from __future__ import annotations
 import fcntl
 import json
 import shlex
+import sqlite3
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import optuna
 import typer
 from edge_kernels import counter
-from sqlalchemy import URL
 from sqlalchemy.exc import SQLAlchemyError
 
 from edge_bench import own_model, provenance, records, toml_text
@@ -351,8 +352,9 @@ def tune(
 def open_trials(database: Path) -> optuna.storages.BaseStorage:
     """The file of trials, made when it is not there. Raises ConfigError."""
     try:
-        url = URL.create("sqlite", database=str(database.resolve()))  # a folder's name may hold ? and %
-        return optuna.storages.RDBStorage(url.render_as_string())
+        connect = partial(sqlite3.connect, database.resolve(), check_same_thread=False)
+        # Not by a URL: a folder's name may hold ? and %, which releases of SQLAlchemy read differently.
+        return optuna.storages.RDBStorage("sqlite:///trials", engine_kwargs={"creator": connect})
     except (SQLAlchemyError, RuntimeError) as error:  # RuntimeError: trials of another version of Optuna
         raise ConfigError(f"{database} holds no trials: {described(error)}; delete it, or give another --out") from None
 
