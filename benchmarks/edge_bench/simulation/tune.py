@@ -362,9 +362,9 @@ def open_trials(database: Path) -> optuna.storages.BaseStorage:
 @contextmanager
 def _alone(database: Path) -> Iterator[None]:
     """Keep other searches off the file of trials meanwhile. Raises ConfigError when there is one."""
-    with database.open("rb") as file:
+    with database.with_name(f"{database.name}.lock").open("wb") as file:  # on NFS a lock of `database` stops SQLite
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's own locks are of another kind
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
                 f"another search is using {database}; wait for it to end, or give another --out"
