@@ -356,6 +356,17 @@ def test_the_database_is_in_the_data_folder_whatever_its_name(tmp_path: Path, na
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
+def test_a_driver_that_lacks_its_library_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """psycopg without libpq: its error has no name."""
+
+    def lacking(url: str) -> None:
+        raise ImportError("no pq wrapper available.\nAttempts made:\n- couldn't import psycopg 'c' implementation")
+
+    monkeypatch.setattr("coord_server.store.database.create_engine", lacking)
+    with pytest.raises(ConfigError, match=r"^--database: no pq wrapper available; install this database driver$"):
+        open_store(tmp_path / "data", "postgresql+psycopg://h/x")
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [

@@ -26,7 +26,8 @@ class Database:
         except (ArgumentError, ValueError) as error:
             raise ConfigError(f"--database: {error}; give a URL like postgresql+psycopg://USER@HOST/NAME") from None
         except ImportError as error:
-            raise ConfigError(f"--database: {error.name} is not installed; install this database driver") from None
+            lacks = f"{error.name} is not installed" if error.name else str(error).partition("\n")[0].rstrip(".")
+            raise ConfigError(f"--database: {lacks}; install this database driver") from None
         if self.engine.dialect.name == "sqlite" and self.engine.url.database in (None, "", ":memory:"):
             raise ConfigError(f"--database: {url} is in memory and ends with the process; name a file or a server")
         if self.engine.dialect.name == "sqlite":
