@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
@@ -97,20 +97,12 @@ class FederationConfig(Message):
     start_from: StartFrom | None = None
     """Start from another federation's global model: `bundle` becomes that of the same graphs with these values."""
 
-    @field_validator("method", mode="before")
+    @field_validator("method", "start_from", mode="before")
     @classmethod
-    def _of_a_name(cls, given: Any) -> Any:
+    def _no_plain_name(cls, given: Any, field: ValidationInfo) -> Any:
         if isinstance(given, str):
-            name = given[:64]
-            raise ValueError(f'write method = {{ name = "{name}" }}, or {{"name": "{name}"}} in JSON')
-        return given
-
-    @field_validator("start_from", mode="before")
-    @classmethod
-    def _from_a_name(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            name = given[:64]
-            raise ValueError(f'write start_from = {{ federation = "{name}" }}, or {{"federation": "{name}"}} in JSON')
+            name, key = given[:64], "name" if field.field_name == "method" else "federation"
+            raise ValueError(f'write {field.field_name} = {{ {key} = "{name}" }}, or {{"{key}": "{name}"}} in JSON')
         return given
 
     @model_validator(mode="after")
