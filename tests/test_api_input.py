@@ -197,7 +197,7 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
             refused(await fleet.operator("GET", path), "not-found")
         refused(await fleet.operator("PATCH", "/v1/federations"), "method-not-allowed")
         untyped = refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
-        assert "sent as no type; send Content-Type" in untyped
+        assert "the message has no Content-Type; send" in untyped
         refused(await fleet.operator("POST", "/v1/federations", content=b" " * (JSON_LIMIT + 1)), "too-large")
         for token in ("", "x", "é"):
             shown = {"Authorization": f"Bearer {token}".encode("latin-1")}

@@ -121,7 +121,8 @@ async def _malformed(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     sent_as = request.headers.get("content-type", "")
     if first["loc"] == ("body",) and not sent_as.startswith("application/json"):
-        what = f"the message was sent as {sent_as or 'no type'}; send Content-Type: application/json"
+        sent = f"was sent as {sent_as}" if sent_as else "has no Content-Type"
+        what = f"the message {sent}; send Content-Type: application/json"
     else:
         what = f"{first_fault(error, secret=_secret(request))}; correct it and send again"
     return problem(request.scope, "bad-message", what)
