@@ -86,7 +86,7 @@ def _open(folder: Path, database: str | None) -> Store:
     with _alone(folder):
         if database is None:
             _private(folder / DATABASE)
-        file = URL.create("sqlite", database=str(folder.absolute() / DATABASE))  # which quotes ? and % in its name
+        file = URL.create("sqlite", database=str(folder.absolute() / DATABASE))  # text would end the name at a ?
         metadata = Metadata(file if database is None else database)
         try:
             _match(folder, metadata)
