@@ -21,8 +21,8 @@ from edge_client.bundle import Bundle, Manifest
 from edge_client.errors import BundleError, ConfigError
 from edge_client.graph.axes import Shape
 from edge_client.narrow import Axes, Channels, cuts, narrow
+from edge_client.training.cut_graph import Cut, equal
 from edge_client.training.cut_rules import follow
-from edge_client.training.cutting import Cut, equal
 
 PROBE = 2  # samples of the batch for which shapes are inferred
 

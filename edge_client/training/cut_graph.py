@@ -41,7 +41,7 @@ class Cut:
             self.axes[name] = axes
 
     def shape(self, name: str) -> Shape:
-        """The shape in the whole graph, for PROBE samples; of an input left out ()."""
+        """The shape in the whole graph, for the batch that `cut` infers shapes of; () for an input that is left out."""
         found = self.shapes[name] if name else ()
         if found is None:
             raise ConfigError(f"value {name!r} has no known shape")
