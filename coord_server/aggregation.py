@@ -185,8 +185,8 @@ def close_round(
     """Fold the round's updates, sorted by device name, into the next state.
 
     `contributions` is read one at a time, so it may load each from disk. `influences` are those of the round's updates
-    that have one: updates far beyond the others are clipped or dropped by `how` (`guard`). Of a dropped one at most its
-    device's record changes. `fleet` is that of `Method.sized`. Traffic, loss and scores are of the devices that were
+    that have one: updates far beyond the others are clipped or dropped by `how` (`guard`). A dropped one changes its
+    device's record at most. `fleet` is that of `Method.sized`. Traffic, loss and scores are of the devices that were
     folded; `skipped` are those left out before, for the record. The round's seconds are the caller's to fill in. When
     every update was dropped the state stays. Raises UnusableUpdate for the first that cannot be folded (a method folds
     in place, so the caller begins again without it), ValueError when the devices are not in order or there is none.

@@ -130,7 +130,7 @@ def prove(
 def nudged(probe: Probe, *tensors: NDArray[Any]) -> list[NDArray[Any]]:
     """The probe's x and a model's `tensors`, one rounding away: each element up or down at random.
 
-    Of an extreme probe of large values x alone, upwards. Integers stay.
+    Of an extreme probe with large values only x moves, upwards. Integers stay.
     """
     if not probe.ordinary and np.abs(probe.x).max() > 1:
         return [np.nextafter(probe.x, np.float32(np.inf)), *tensors]

@@ -72,7 +72,7 @@ def write_whole(
 
     Raises StateError (disk full, not writable); the old content then stays.
     """
-    temporary = path.parent / f"{path.name}.new"  # with_name refuses "."
+    temporary = path.parent / f"{path.name}.new"  # with_name refuses "." and "/"
     with disk(path, elsewhere):
         try:
             _write(temporary, chunks, mode)
