@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from edge_bench.bundles import REVISIONS
 from edge_bench.reproductions import reproduce as command
 from edge_bench.reproductions import reproduction, results_page
 from edge_bench.reproductions.reproduce import reproduce
@@ -266,15 +267,19 @@ def test_a_cell_counts_while_its_method_s_settings_are_the_same_whatever_new_one
     assert ran == ["digits/fedavg/0"]
 
 
+@pytest.mark.parametrize("of", ["the method", "the bundle"])
 def test_cells_of_an_earlier_revision_run_again_and_until_then_are_marked_and_never_averaged_with_newer_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, ran = tmp_path / "out", list[str]()
     reproduce("tiny", out=out)
     for file in (out / "cells").iterdir():  # a checkout has the result alone
         file.unlink()
-    assert {run["revision"] for run in known(out).values()} == {1}
-    monkeypatch.setattr(FedAvg, "revision", 2)
+    assert {(run["revision"], run["bundle_revision"]) for run in known(out).values()} == {(1, 1)}
+    if of == "the method":
+        monkeypatch.setattr(FedAvg, "revision", 2)
+    else:
+        monkeypatch.setitem(REVISIONS, "digits", 2)
     real = command.run_cell
     monkeypatch.setattr(command, "run_cell", lambda cell, *given: ran.append(cell.name) or real(cell, *given))
     reproduce("tiny", out=out, seeds=1, only="fast")

@@ -3,9 +3,9 @@
     python -m edge_bench.reproductions.repeat benchmarks/configs/masks_mnist.toml --seeds 0,1,2 --out results.json
 
 The file holds every run's record with a row per round (what `maskfleet simulate --json` writes), the settings, the
-command, the commit and the machine. A method with other settings or another revision now is run again; with other
-settings of the simulation everything is. `summary` has the mean over the seeds of the score and of bits per parameter
-in the last round.
+command, the commit and the machine. A method whose settings, revision or bundle's revision have changed is run again;
+with other settings of the simulation everything is. `summary` has the mean over the seeds of the score and of bits per
+parameter in the last round.
 """
 
 from __future__ import annotations
