@@ -40,7 +40,7 @@ mean over the devices and over the seeds, with the standard deviation over the s
   baseline's.
 * **theirs**: MiB up and down of a device and round as the method's paper counts them, where it has a count of its own.
 * **kept**: share of the parameters that the devices' own models keep.
-* **earlier version**: the method has changed since; its row is from before.
+* **earlier version**: the method or the bundle's weights have changed since; the row is from before.
 * Cells are run at different times: the file names the commit and the machine of each. A `+` after a commit stands for
   changes that were not committed yet.
 
@@ -114,7 +114,7 @@ def line(
 
 
 def earlier(run: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether the run's method, where it is installed, would end otherwise today with a result's `settings`."""
+    """Whether the run, where its method is installed, would end otherwise today with a result's `settings`."""
     label, task = run["label"], settings["tasks"][run["task"]]
     own = reproduction.merged(settings["methods"][label], task["methods"].get(label, {}))
     try:
