@@ -171,7 +171,7 @@ def _affine(net: Net, name: str, out: str, moved: Ids) -> list[NodeProto] | None
 
 
 def _steps(moved: Ids) -> list[int] | None:
-    """How far apart neighbours along each axis lie, 0 for an axis of one entry; None where that differs or falls."""
+    """Distances of neighbours along each axis, 0 for an axis of one entry; None where it varies or is not above 0."""
     size = moved.shape
     steps = [int(np.take(moved, 1, a).flat[0] - moved.flat[0]) if n > 1 else 0 for a, n in enumerate(size)]
     even = moved.flat[0] + sum(

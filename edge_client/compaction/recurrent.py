@@ -261,9 +261,9 @@ def _wholes(s: Study, node: NodeProto, live: Bools, columns: Ids) -> list[_Whole
 
 
 def _filled(way: _Way, units: int, before: int) -> _Way:
-    """The direction with as many units as the layer has, `before` in the whole one; those that come are zero.
+    """The direction, filled with zeros to the `units` of the smaller layer.
 
-    Where none went, each lies at its own entry.
+    Where that has as many as `before`, each unit stays at its own entry.
     """
     at = way.own if units == before and (way.own >= 0).all() else np.arange(len(way.own))
     rows = _placed(way.recurrent, at, units, 0.0).swapaxes(1, 2)

@@ -83,7 +83,7 @@ def parse(text: str, where: str, volts: float | None = None) -> tuple[F64, F64]:
 
 
 def _fresh(times: F64, name: str, where: str) -> NDArray[np.bool_]:
-    """The rows whose time is a new one. Raises MeterError for times, of the column `name`, that are no recording's."""
+    """The rows with a new time. Raises MeterError when the times, in column `name`, are no recording's."""
     back = np.flatnonzero(np.diff(times) < 0)
     if len(back):
         raise MeterError(f"{where}: time goes back after row {back[0] + 1}; record with dates, or not over midnight")
