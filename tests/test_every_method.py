@@ -84,18 +84,8 @@ def test_a_device_that_lost_what_it_kept_does_not_stop_the_others(name: str) -> 
 
 
 @every_method
-def test_a_device_whose_update_the_guard_drops_takes_part_in_the_next_round(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unlucky, round_ = min(digits().devices), count(1)
-
-    def limits(*_: Any) -> dict[str, Limit]:
-        return {unlucky: Limit(1.0, 1.0, True, "left out")} if next(round_) == 3 else {}
-
-    monkeypatch.setattr(guard, "limits", limits)
-    result = digits().simulate(made(name), rounds=4, cohort=3)
-    assert [len(row.record.devices) for row in result.rows] == [3, 3, 2, 3]
-    assert result.vain_bytes == 0
+def test_a_device_whose_update_the_guard_drops_takes_part_in_the_next_round(name: str) -> None:
+    methods.survives_the_guard(made(name), digits())
 
 
 @pytest.mark.parametrize("name", ["fedmask", "hermes", "lattice", "lattice-pruned"])

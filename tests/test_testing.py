@@ -15,6 +15,7 @@ from edge_kernels.codecs import values
 
 from edge_client.measure.energy import Trace
 from edge_client.methods.fedavg import FedAvg, State, Update
+from edge_client.methods.lattice.method import Lattice
 from edge_client.protocol.payload import Payload, vector
 from edge_client.training import Gradient, open_trainer
 
@@ -70,6 +71,13 @@ class Wasteful(FedAvg):
         return done
 
 
+class Unaware(Lattice):
+    """Leaves the record as it is when the guard drops an update, although the device has moved on."""
+
+    def dropped(self, a: Any, update: Any, record: Any) -> Any:
+        return None
+
+
 @pytest.mark.parametrize(
     ("kind", "check", "sentence"),
     [
@@ -78,17 +86,18 @@ class Wasteful(FedAvg):
         (Random, methods.repeats, "differs in .*edge_kernels.counter"),
         (Forgetful, methods.survives_the_store, "the state after two rounds is another"),
         (Wasteful, methods.leaves_its_inputs, "gives another update; copy arrays"),
+        (Unaware, methods.survives_the_guard, r"\[3, 3, 2, 2\] took part; give the record .* in `dropped`"),
     ],
 )
-def test_a_method_that_breaks_its_contract_is_told_how(kind: type[FedAvg], check: Any, sentence: str) -> None:
+def test_a_method_that_breaks_its_contract_is_told_how(kind: Any, check: Any, sentence: str) -> None:
     with pytest.raises(AssertionError, match=sentence):
         check(kind(epochs=1), digits())
 
 
 def test_check_method_runs_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    every = ["repeats", "takes_late_devices", "survives_lost_state", "survives_the_store", "leaves_its_inputs"]
-    every.append("refuses_what_is_malformed")
+    every = ["repeats", "takes_late_devices", "survives_lost_state", "survives_the_guard", "survives_the_store"]
+    every += ["leaves_its_inputs", "refuses_what_is_malformed"]
     for name in every:
         monkeypatch.setattr(methods, name, lambda *given, name=name: called.append(name))
     testing.check_method(FedAvg())

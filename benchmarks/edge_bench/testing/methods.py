@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
-from coord_server import aggregation
+from coord_server import aggregation, guard
 from edge_bench.data import datasets
 from edge_bench.data.table import DataConfig
 from edge_bench.simulation.file import find_bundle
@@ -75,6 +76,7 @@ def check_method(method: Method, ground: Ground | None = None) -> None:
     repeats(method, there)
     takes_late_devices(method, there)
     survives_lost_state(method, there)
+    survives_the_guard(method, there)
     survives_the_store(method, there)
     leaves_its_inputs(method, there)
     for rounds in (0, 1):
@@ -131,6 +133,18 @@ def survives_lost_state(method: Method, ground: Ground) -> None:
     require(unlucky in took_part[2], f"{who}: the device that lost its state does not take part in the round after")
     finite = bool(np.isfinite(result.personal[unlucky].parameters).all())
     require(finite, f"{who}: the model of a device that lost its state is not finite")
+
+
+def survives_the_guard(method: Method, ground: Ground) -> None:
+    """A device whose update the guard dropped takes part in the next round, with no downlink in vain."""
+    unlucky, who = min(ground.devices), method.name
+    drops = [{}, {}, {unlucky: guard.Limit(1.0, 1.0, drop=True, reason="dropped for a test")}, {}]
+    with patch.object(guard, "limits", side_effect=drops):
+        result = ground.simulate(method, rounds=4, cohort=3)
+    counts = [len(row.record.devices) for row in result.rows]
+    advice = "give the record of what the device kept in `dropped`"
+    require(counts == [3, 3, 2, 3], f"{who}: three devices, one update dropped: {counts} took part; {advice}")
+    require(result.vain_bytes == 0, f"{who}: {result.vain_bytes:.0f} bytes went down in vain; {advice}")
 
 
 # --- values and bytes in the middle of a federation
