@@ -28,9 +28,9 @@ class Database:
         except ImportError as error:
             lacks = f"{error.name} is not installed" if error.name else str(error).partition("\n")[0].rstrip(".")
             raise ConfigError(f"--database: {lacks}; install this database driver") from None
-        if self.engine.dialect.name == "sqlite" and self.engine.url.database in (None, "", ":memory:"):
-            raise ConfigError(f"--database: {url} is in memory and ends with the process; name a file or a server")
         if self.engine.dialect.name == "sqlite":
+            if self.engine.url.database in (None, "", ":memory:"):
+                raise ConfigError(f"--database: {url} is in memory and ends with the process; name a file or a server")
             _prepare_sqlite(self.engine)
 
     def close(self) -> None:

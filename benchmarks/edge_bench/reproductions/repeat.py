@@ -18,10 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import provenance
-from edge_bench.bundles import REVISIONS
 from edge_bench.command_line import check_writable, numbers_of, run_module, write_json
 from edge_bench.curves import shown
-from edge_bench.reproductions.reproduction import stands
+from edge_bench.reproductions.reproduction import revisions, stands
 from edge_bench.reproductions.stored_runs import fitting
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import open_simulation
@@ -95,8 +94,7 @@ def main(
             record = simulated(run_all(one, found, devices)[label], found.model())
             runs[name] = {
                 **slim(record),
-                "revision": method.revision,
-                "bundle_revision": REVISIONS.get(checked.bundle, 1),
+                **revisions(method, checked.bundle),
                 "command": provenance.command(),
                 "commit": provenance.commit(),
             }

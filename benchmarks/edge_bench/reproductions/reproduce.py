@@ -18,7 +18,6 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from edge_bench import advice, provenance
-from edge_bench.bundles import REVISIONS
 from edge_bench.command_line import check_folder, known_names, plain_console, saying_when_stopped, write_text
 from edge_bench.curves import mean, shown
 from edge_bench.data import datasets
@@ -51,8 +50,7 @@ def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], step
     rounds = record.pop("rounds")
     slim = {
         **record,
-        "revision": result.method.revision,
-        "bundle_revision": REVISIONS.get(cell.config.bundle, 1),
+        **reproduction.revisions(result.method, cell.config.bundle),
         "task": cell.task,
         "label": cell.label,
         "seed": cell.config.seed,

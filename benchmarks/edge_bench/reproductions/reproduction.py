@@ -216,6 +216,11 @@ def key(cell: Cell) -> str:
     return digest(json.dumps(content, sort_keys=True).encode())[:16]
 
 
+def revisions(method: Method, bundle: str) -> dict[str, int]:
+    """What a run says of the versions of its method and its bundle."""
+    return {"revision": method.revision, "bundle_revision": REVISIONS.get(bundle, 1)}
+
+
 def stands(run: Mapping[str, Any], method: Method, bundle: str) -> bool:
     """Whether a finished cell would end the same today: its method, its settings and its bundle are the present ones.
 
@@ -224,5 +229,4 @@ def stands(run: Mapping[str, Any], method: Method, bundle: str) -> bool:
     """
     then = run["settings"]
     same = all(value == then.get(name, value) for name, value in method.model_dump(mode="json").items())
-    begins_same = run.get("bundle_revision", 1) == REVISIONS.get(bundle, 1)
-    return same and begins_same and run.get("revision", 1) == method.revision
+    return same and all(run.get(name, 1) == value for name, value in revisions(method, bundle).items())
