@@ -18,17 +18,8 @@ from edge_bench.own_model import ExportConfig
 from edge_bench.simulation.comparison import run_all
 from edge_bench.simulation.file import open_simulation
 from edge_bench.simulation.simulate import RoundRow
-from edge_bench.simulation.tune import (
-    Plan,
-    Trial,
-    best,
-    federation_toml,
-    open_plan,
-    open_trials,
-    read_size,
-    search,
-    tune,
-)
+from edge_bench.simulation.trials import Plan, Trial, best, open_trials, search
+from edge_bench.simulation.tune import federation_toml, open_plan, read_size, tune
 from edge_bench.simulation.workers import WorkerEndedError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -176,7 +167,7 @@ def test_a_second_search_on_the_same_trials_is_refused_and_the_first_one_goes_on
             tune(file, trials=1)
         return run_all(*given, **named)
 
-    monkeypatch.setattr("edge_bench.simulation.tune.run_all", second)
+    monkeypatch.setattr("edge_bench.simulation.trials.run_all", second)
     tune(file, method="fedavg", trials=1)
     assert "wrote" in capsys.readouterr().out
 
@@ -220,7 +211,7 @@ def test_the_same_seed_gives_the_same_trials_however_often_the_search_is_interru
 def test_a_search_that_is_stopped_says_that_the_same_command_goes_on(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
-    monkeypatch.setattr("edge_bench.simulation.tune.run_all", lambda *given, **named: signal.raise_signal(number))
+    monkeypatch.setattr("edge_bench.simulation.trials.run_all", lambda *given, **named: signal.raise_signal(number))
     with pytest.raises(typer.Exit) as stopped:
         tune(file, method="fedavg", trials=1)
     assert stopped.value.exit_code == code
@@ -234,7 +225,7 @@ def test_a_worker_that_ends_says_nothing_of_the_settings_and_its_trial_is_made_a
         raise WorkerEndedError("a worker process ended")
 
     with monkeypatch.context() as patch:
-        patch.setattr("edge_bench.simulation.tune.run_all", killed)
+        patch.setattr("edge_bench.simulation.trials.run_all", killed)
         with pytest.raises(WorkerEndedError):
             search("fedavg", plan(file, 1), storage(tmp_path / "t"))
     (trial,) = search("fedavg", plan(file, 1), storage(tmp_path / "t"))
@@ -285,7 +276,7 @@ def test_a_trial_behind_the_others_is_given_up_and_an_equal_one_is_not(
     monkeypatch.setattr(kind, "search", {"lr": (0.05,)})
     same = search("fedavg", plan(file, 6), storage(tmp_path / "t"))
     assert {t.state for t in same} == {"ended"}
-    rates = "edge_bench.simulation.tune.suggested"
+    rates = "edge_bench.simulation.trials.suggested"
     monkeypatch.setattr(rates, lambda trial, _: {"lr": 0.05 if trial.number < 5 else 1e-6})
     worse = search("fedavg", plan(file, 7), storage(tmp_path / "u"))
     assert [t.state for t in worse] == ["ended"] * 5 + ["given up"] * 2
@@ -297,7 +288,7 @@ def test_devices_without_validation_samples_are_refused_before_a_trial_runs(
     file.write_text(
         FILE.replace("samples = 240", 'split = "classes"\nper_class = 9\nvalidation_per_class = 0\ntest_per_class = 9')
     )
-    monkeypatch.setattr("edge_bench.simulation.tune.run_all", lambda *given, **named: pytest.fail("ran a trial"))
+    monkeypatch.setattr("edge_bench.simulation.trials.run_all", lambda *given, **named: pytest.fail("ran a trial"))
     with pytest.raises(ConfigError, match="no device has validation samples to score on; give the devices more data"):
         tune(file, method="fedavg", trials=1)
 
