@@ -17,7 +17,7 @@ from edge_client.compaction.personal import write_personal
 from edge_client.data import check
 from edge_client.equality import TOLERANCE
 from edge_client.errors import ConfigError, DataError, ModelError
-from edge_client.targets import Classification
+from edge_client.targets import Classification, Sequence, Target
 from edge_client.task import Personal
 from edge_client.training import open_trainer
 
@@ -96,6 +96,24 @@ class TiedLayers(nn.Module):
         return self.out(torch.relu(self.c(torch.relu(self.b(torch.relu(self.a(x)))))))
 
 
+class TiedDecoder(nn.Module):
+    """A layer is read forwards, then backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(6, 4), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(nn.functional.linear(torch.relu(self.a(x)), self.a.weight.t())))
+
+
+class TiedSequence(TiedHead):
+    """The head reads each step, so that its product has three axes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cell(self.embed(x))[0])
+
+
 CHARACTERS = torch.zeros(2, 5, dtype=torch.int64)
 
 
@@ -142,6 +160,25 @@ def test_every_backend_trains_and_compacts_a_model_of_tied_weights_as_the_module
     kept = np.where(random.random(bundle.manifest.d) < 0.5, model.parameters, np.float32(0))
     report = write_personal(bundle, Personal(kept, model.buffers, kept != 0), tmp_path / "personal.onnx", x)
     assert report.max_abs_diff <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("make", "example", "target"),
+    [
+        (TiedHead, CHARACTERS, Classification(classes=11)),
+        (TiedSequence, CHARACTERS, Sequence(classes=11, steps=5)),
+        (TiedDecoder, torch.ones(2, 6), Classification(classes=3)),
+    ],
+)
+def test_a_weight_that_two_layers_read_is_stored_once_also_where_one_has_it_transposed(
+    make: type[nn.Module], example: torch.Tensor, target: Target, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    bundle = export_bundle(make(), example, tmp_path / "b", name="tied", target=target)
+    model, x = bundle.model(), np.random.default_rng(0).integers(0, 11, (7, *example.shape[1:]))
+    samples = x.astype(bundle.manifest.input.dtype)
+    report = write_personal(bundle, Personal(model.parameters, model.buffers), tmp_path / "personal.onnx", samples)
+    assert report.parameters_compact <= bundle.manifest.d
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ FASTEST = Costs(8.0, 256.0, 16, 4)
 """What ONNX Runtime's operators take: a gather along the last axis costs 200 to 300 multiply-adds an element."""
 
 
+def _key(constant: Array) -> tuple[Any, ...]:
+    return "constant", constant.dtype.str, constant.shape, sha256(constant.data).digest()
+
+
 class Writer:
     """The smaller graph while it is written, in the order of the whole one.
 
@@ -160,11 +164,15 @@ class Writer:
     def constant(self, value: Array) -> str:
         """The name of a constant; equal ones are one."""
         value = np.ascontiguousarray(value) if value.ndim else value
-        key = ("constant", value.dtype.str, value.shape, sha256(value.data).digest())
+        key = _key(value)
         if key not in self._made:
             self._made[key] = f"k{len(self.constants)}"
             self.constants[self._made[key]] = value
         return self._made[key]
+
+    def has(self, value: Array) -> bool:
+        """Whether an equal constant is there already."""
+        return _key(np.ascontiguousarray(value)) in self._made
 
     def integers(self, *values: int) -> str:
         """A constant vector of sizes or places."""
