@@ -130,14 +130,17 @@ def prove(
 def nudged(probe: Probe, *tensors: NDArray[Any]) -> list[NDArray[Any]]:
     """The probe's x and a model's `tensors`, one rounding away: each element up or down at random.
 
-    Of an extreme probe with large values only x moves, upwards. Integers stay.
+    Of an extreme probe with large values only x moves, upwards. The zeros of another move as ones do: a norm of
+    constants multiplies what a sum of them rounds. Integers stay.
     """
-    if not probe.ordinary and np.abs(probe.x).max() > 1:
-        return [np.nextafter(probe.x, np.float32(np.inf)), *tensors]
+    x = probe.x
+    if not probe.ordinary and np.abs(x).max() > 1:
+        return [np.nextafter(x, np.float32(np.inf)), *tensors]
     random, step = np.random.default_rng(0), np.finfo(np.float32).eps
+    sizes = (x if probe.ordinary else np.ones_like(x), *tensors)
     return [
-        t * (1 + step * random.choice(np.array([-1, 1], np.float32), t.shape)) if t.dtype == np.float32 else t
-        for t in (probe.x, *tensors)
+        t + size * step * random.choice(np.array([-1, 1], np.float32), t.shape) if t.dtype == np.float32 else t
+        for t, size in zip((x, *tensors), sizes, strict=True)
     ]
 
 

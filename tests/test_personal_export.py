@@ -199,3 +199,23 @@ def test_the_norm_of_constant_channels_does_not_make_the_proof_refuse_a_right_mo
     values[bundle.manifest.tensors["0.weight"].span].reshape(8, -1)[:4] = 0
     personal = Personal(values, model.buffers, values != 0)
     assert write_personal(bundle, personal, tmp_path / "personal.onnx").layers["0.weight"] == (8, 4)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_outputs_that_hardly_vary_behind_norms_of_constant_channels_do_not_make_the_proof_refuse(
+    seed: int, tmp_path: Path
+) -> None:
+    """The mean of a normalised channel is nearly the same for every sample, so its rounding is large beside it."""
+    torch.manual_seed(seed)
+    layers = [
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.InstanceNorm2d(16, affine=True), nn.ReLU()),
+        *(nn.Conv2d(16, 24, 3, stride=2, padding=1), nn.InstanceNorm2d(24, affine=True), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 4)),
+    ]
+    bundle = exported(nn.Sequential(*layers), tmp_path, (3, 16, 16))
+    model = bundle.model()
+    values = model.parameters.copy()
+    for name, units in (("0.weight", 16), ("3.weight", 24)):
+        values[bundle.manifest.tensors[name].span].reshape(units, -1)[: units // 2] = 0
+    report = write_personal(bundle, Personal(values, model.buffers, values != 0), tmp_path / "personal.onnx")
+    assert report.layers == {"0.weight": (16, 8), "3.weight": (24, 12), "8.weight": (4, 4)}

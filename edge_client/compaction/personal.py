@@ -3,7 +3,7 @@
 Numpy, onnx and onnxruntime only. `edge_client.compaction.smaller` decides what goes and writes the smaller graph; this
 module holds the proof and writes the file.
 
-The masked model is `eval.onnx` with the effective values. Its batch-norms are computed in float64: where a unit never
+The masked model is `eval.onnx` with the effective values. Its norms are computed in float64: where a unit never
 moved in training, float32 multiplies their rounding error by up to 300, and the reference itself would be off by more
 than the tolerance. When two models count as equal is in `edge_client.equality`.
 """
@@ -197,7 +197,7 @@ def _prove(
 
     @cache
     def plain() -> ort.InferenceSession:
-        """Linear layers in float32, whose long sums round as the compact model's do."""
+        """Linear layers and means in float32, whose long sums round as the compact model's do."""
         return _open(widen(graph, {"BatchNormalization"}).SerializeToString())
 
     names = {i.name for i in masked.get_inputs()}

@@ -15,9 +15,11 @@ from edge_client.bundle import F32
 from edge_client.compaction.net import inner_reads
 from edge_client.errors import CompactionError
 
-_WIDENED = frozenset({"BatchNormalization", "Gemm"})
-# The other operators that ONNX Runtime has in float64: they stay in float64 when their input is.
-_STAY_WIDE = frozenset({"Relu", "Clip", "Tanh", "Sigmoid", "MaxPool", "Flatten"})
+_WIDENED = frozenset({"BatchNormalization", "ReduceMean", "Gemm"})  # other norms begin with a mean
+# The other operators that ONNX Runtime has in float64: they stay in float64 when their first input is.
+_STAY_WIDE = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Sqrt", "Reciprocal", "Relu", "Clip", "Tanh", "Sigmoid", "MaxPool", "Flatten"}
+)
 
 
 def freeze(model: ModelProto, tensors: Mapping[str, F32]) -> ModelProto:
@@ -55,10 +57,11 @@ def widen(model: ModelProto, kinds: Collection[str] = _WIDENED) -> ModelProto:
 
     `kinds` are the operators that run in float64 whatever is before them.
 
-    Batch-norm divides by sqrt(variance + epsilon): by 0.003 for a unit that never moved in training. In float32 it
-    multiplies the rounding of its input, and of its own cancelling terms, by 300. Here batch-norms, linear layers and
-    the plain operations between them run on float64 copies of their inputs. ONNX Runtime has convolutions in float32
-    only: where a batch-norm alone reads one, its bias is left out and subtracted from the batch-norm's mean instead.
+    A norm divides by sqrt(variance + epsilon): by 0.003 for a unit that never moved in training, or whose weights are
+    all masked. In float32 it multiplies the rounding of its input, and of its own cancelling terms, by 300. Here
+    norms, linear layers and the plain operations between them run on float64 copies of their inputs. ONNX Runtime has
+    convolutions in float32 only: where a batch-norm alone reads one, its bias is left out and subtracted from the
+    batch-norm's mean instead.
     Weights are not touched, so nothing is shared with the folding done by `preparation`.
     """
     made = ModelProto()
@@ -79,11 +82,12 @@ def widen(model: ModelProto, kinds: Collection[str] = _WIDENED) -> ModelProto:
         if not (node.op_type in kinds or (node.op_type in _STAY_WIDE and read in wide)) or len(node.output) > 1:
             nodes.append(node)
             continue
-        for name in (*node.input, *([biases[read]] if read in biases else [])):
+        numbers = [read] if node.op_type == "ReduceMean" else [*node.input]  # its axes are integers
+        for name in (*numbers, *([biases[read]] if read in biases else [])):
             if name and name not in wide:
                 wide[name] = f"{name}:wide"
                 nodes.append(_cast(name, wide[name], TensorProto.DOUBLE))
-        node.input[:] = [wide.get(name, "") for name in node.input]
+        node.input[: len(numbers)] = [wide.get(name, "") for name in numbers]
         if read in biases:
             nodes.append(helper.make_node("Sub", [node.input[3], wide[biases[read]]], [f"{out}:mean"]))
             node.input[3] = f"{out}:mean"
