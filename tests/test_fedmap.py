@@ -144,6 +144,23 @@ def test_the_mask_is_that_of_the_papers_score_in_each_layer_under_one_threshold(
         assert set(np.flatnonzero(unpacked(M, after.mask))) == set(np.argsort(-scores, kind="stable")[:keep])
 
 
+@pytest.mark.parametrize("kind", [FedMap, FederatedPruningLamp])
+@pytest.mark.parametrize("schedule", ["step", "continuous"])
+def test_every_layer_keeps_its_largest_weight_however_few_the_schedule_leaves(
+    kind: type[FedMap], schedule: Any
+) -> None:
+    """LAMP scores it 1, more than any other weight of the layer; the schedule would leave one weight of all layers."""
+    method = kind(every=1, prune=0.8, floor=0.001, schedule=schedule, epochs=1, batch=20, lr=0.05)
+    p = play(method).run(8)
+    part, state = prunable(M), p.state
+    assert method.remaining(p.course, 9, part.size) == 1
+    mask = unpacked(M, state.mask)
+    assert [mask[place].sum() for place in part.places] == [1, 1, 1]
+    for device in DEVICES:
+        assert np.array_equal(p.receive(device).mask, mask)
+    assert kind is FederatedPruningLamp or set(p.ask("a").arrays) == {"change"}
+
+
 def test_a_kept_weight_of_value_zero_is_not_mistaken_for_a_pruned_one() -> None:
     m = mlp(3, 2, bias=False)
     theta, mask = np.array([0, 0, 0, 1, 2, 3], np.float32), np.array([False, True, True, True, True, True])

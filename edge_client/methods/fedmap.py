@@ -159,7 +159,7 @@ class FedMap(Coded):
     prune: Annotated[float, Field(ge=0, lt=1)] = 0.25
     """The share of the remaining weights that each pruning removes (p)."""
     floor: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """The share of weights at which pruning ends (0.01 in the paper's experiment A)."""
+    """The share of weights at which pruning ends (0.01 in the paper's experiment A); every layer keeps at least one."""
     schedule: Literal["step", "continuous"] = "step"
     """`continuous`: a Bezier curve through the steps, some weights every round."""
     weights: Literal["uniform", "samples"] = "uniform"
@@ -218,10 +218,18 @@ class FedMap(Coded):
             share *= factor
         return max(1, round(max(share, self.floor) * size))
 
+    def kept(self, course: Course, round_: int) -> int:
+        """The weights that stay in a round: K_t, and one a layer where there are more layers.
+
+        LAMP leaves every layer its largest weight, whose score is 1; fewer weights than layers would cut the network.
+        """
+        part = prunable(course.model.manifest)
+        return max(self.remaining(course, round_, part.size), len(part.blocks))
+
     def pruned(self, course: Course, round_: int, theta: F32, mask: Bits) -> Bits:
         """M_t within M_(t-1), by LAMP; `theta` becomes zero outside it, in place."""
         part = prunable(course.model.manifest)
-        live, keep = np.flatnonzero(mask), self.remaining(course, round_, part.size)
+        live, keep = np.flatnonzero(mask), self.kept(course, round_)
         if keep >= live.size:
             return mask
         values = part.gather(theta)
@@ -263,7 +271,7 @@ class FedMap(Coded):
         They do not when the operator has changed the number of rounds, and with it the schedule, since it was made.
         """
         live = int(np.count_nonzero(mask))
-        return live == min(live + pruned, self.remaining(course, round_, mask.size))
+        return live == min(live + pruned, self.kept(course, round_))
 
     def exchanged(self, model: Model) -> int:
         """All parameters: bits per parameter then fall with the weights that remain."""
