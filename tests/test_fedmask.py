@@ -71,6 +71,11 @@ def test_the_last_two_masked_layers_are_pruned_to_a_fifth() -> None:
     assert division.live == LIVE
 
 
+@pytest.mark.parametrize(("keep", "kept"), [(0.3, (6, 4)), (0.24, (5, 3)), (0.01, (1, 1))])
+def test_the_share_that_is_kept_of_a_layer_is_rounded_and_leaves_an_element(keep: float, kept: tuple[int, ...]) -> None:
+    assert FedMask(keep=keep).division(model(M)).kept == kept  # of 20 and 12
+
+
 def test_with_a_local_head_the_layers_before_it_are_masked_and_pruned() -> None:
     division = FedMask(head="local", keep=0.8).division(model(M))
     assert division.masked.size == 30 + 20
@@ -239,13 +244,29 @@ def test_every_epoch_is_trained_and_pruning_takes_one_more() -> None:
         assert engine.calls == 3 * epochs
 
 
-def test_the_structure_is_the_largest_change_of_weight_times_score() -> None:
-    # One batch in the only epoch: s moves by -lr * g * W / 4, so the rank is that of |g| W^2.
+@pytest.mark.parametrize("lr", [0.05, 10.0])
+def test_the_structure_is_the_largest_change_of_weight_times_score(lr: float) -> None:
+    # One batch in the only epoch: s moves by -lr * g * W / 4, so the rank is that of |g| W^2 at any rate.
     # |g| W^2 = 9, 4, 9, 1, 8, 10: the last goes first, then the tie of 9s by index.
-    method = FedMask(keep=0.5, prune_layers=1, group_lasso=0, momentum=0, epochs=1, batch=64)
+    # At the small rate s hardly leaves the radius, and the largest |W s| are those of the largest |W|.
+    method = FedMask(keep=0.5, prune_layers=1, group_lasso=0, momentum=0, epochs=1, batch=64, lr=lr)
     t = fixed_task(mlp(3, 2, bias=False), [9, 1, 1, -1, 2, 40], [1, -2, 3, -1, 2, 0.5])
     structure = bitset.unpack(trained(method, t).kept.held.structure, 6)
     assert structure.tolist() == [True, False, True, False, False, True]
+
+
+def test_the_pruning_epoch_trains_the_real_values_and_statistics_and_leaves_the_scores() -> None:
+    """One batch an epoch at a slope of 1: two steps of .25 for the biases, two calls, one step for the scores."""
+    mean = Tensor(name="mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0.0))
+    m = mlp(3, 2).model_copy(update={"buffers": (mean,)})
+    method = FedMask(
+        keep=0.5, prune_layers=1, group_lasso=0, momentum=0, epochs=1, batch=64, lr=1, local_lr=0.25, restart="latent"
+    )
+    done = trained(method, fixed_task(m, np.ones(8)))
+    assert done.kept.local.tolist() == [0.5, 0.5]
+    assert done.kept.buffers.tolist() == [2, 2]
+    slope = 1 / (1 + np.exp(-0.1)) / (1 + np.exp(0.1))
+    assert done.kept.scores[:3] == pytest.approx(0.1 - slope, rel=1e-5)
 
 
 def test_the_pruning_epoch_has_the_group_lasso_too() -> None:
@@ -314,10 +335,10 @@ def test_biases_are_trained_and_kept_or_stay_as_drawn() -> None:
 
 
 def test_latent_restart_keeps_scores_whose_bit_came_back() -> None:
-    own = np.array([0.3, -0.4, 0.05, -0.2, 0.3], np.float32)
-    share, live = np.array([1, 1, 0, 0, 1], np.float32), np.array([1, 1, 1, 1, 0], np.bool_)
+    own = np.array([0.3, -0.4, 0.05, -0.2, 0.3, 0.3, -0.2], np.float32)
+    share, live = np.array([1, 1, 0, 0, 1, 0.5, 0.5], np.float32), np.array([1, 1, 1, 1, 0, 1, 1], np.bool_)
     scores = FedMask(restart="latent", prune_layers=0).scores(share, live, own)
-    assert scores.tolist() == pytest.approx([0.3, 0.1, -0.1, -0.2, -np.inf])
+    assert scores.tolist() == pytest.approx([0.3, 0.1, -0.1, -0.2, -np.inf, 0.3, 0])  # a share of a half is a 1
 
 
 def test_the_same_round_is_the_same_bytes() -> None:
@@ -438,6 +459,16 @@ def test_a_received_share_becomes_the_score_radius_times_two_p_minus_one() -> No
     shares = np.array([1 / 3, 1, 0])
     assert done.kept.scores[:3] == pytest.approx(0.3 * (2 * shares - 1), rel=1e-5)
     assert done.kept.scores[3:].tolist() == [-np.inf] * 3
+
+
+def test_a_score_of_zero_is_a_bit_of_one() -> None:
+    """Half of the holders have a 1, and nothing is learned: 1[sigmoid(0) >= 1/2] = 1."""
+    server = Rounds(HALF.model_copy(update={"down": "count", "group_lasso": 0.0}), SIX)
+    server.close({f"d{k}": update([1, 1, 1, 0, 0, 0], [k == 0, 1, 0]) for k in range(2)})
+    record = server.records["d1"]
+    down = server.method.downlink(server.course, 2, server.state, record)
+    done = trained(server.method, fixed_task(SIX, np.zeros(6)), Kept(record.held, NONE, NONE), down)
+    assert bitset.unpack(done.kept.held.bits, 3).tolist() == [True, True, False]
 
 
 def test_a_newcomer_receives_every_element_once() -> None:
