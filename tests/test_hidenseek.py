@@ -12,7 +12,7 @@ from edge_kernels.codecs import counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, course, mlp
-from sign_fleet import MASKED, M, SignFleet, first, first_model, fixed_task, grouped, signs_of
+from sign_fleet import MASKED, Fixed, M, SignFleet, first, first_model, fixed_task, grouped, signs_of
 
 from edge_client.bundle import Init, Model, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
@@ -60,11 +60,31 @@ def test_the_magnitudes_stay_frozen_and_the_head_learns() -> None:
 @pytest.mark.parametrize("down", DOWNS)
 def test_latents_start_at_the_radius_times_the_mean_of_the_signs(down: Any) -> None:
     method = HideNseek(keep=1, down=down, radius=0.5)
-    received = signs.Received(np.array([0, 1, 2, 3, 4], np.uint8), 4)
-    assert method.latents(received, None).tolist() == [-0.5, -0.25, 0, 0.25, 0.5]
-    own = np.array([-3, 2, 1, -1, 0.1], np.float32)
+    received = signs.Received(np.array([0, 1, 2, 3, 4, 4], np.uint8), 4)
+    assert method.latents(received, None).tolist() == [-0.5, -0.25, 0, 0.25, 0.5, 0.5]
+    own = np.array([-3, 2, 1, -1, 0.1, 0], np.float32)
     kept = signs.Kept(np.zeros(0, np.float32), np.zeros(0, np.float32), own)
-    assert method.latents(received, kept).tolist() == pytest.approx([-3, -0.25, 1, 0.25, 0.1])
+    assert method.latents(received, kept).tolist() == pytest.approx([-3, -0.25, 1, 0.25, 0.1, 0])
+
+
+@pytest.mark.parametrize("down", DOWNS)
+def test_latents_are_random_in_round_1_alone_and_a_latent_of_zero_is_a_plus(down: Any) -> None:
+    """Nothing is learned, so the latents after round 2 are those before it: 1, -1, and at the tie 0 of the counts."""
+    m = grouped(mlp(2, 2, 2, bias=False))
+    fleet = SignFleet(HideNseek(keep=1, down=down, restart="latent", epochs=1), m)
+    fleet.trainer = Fixed(m, np.zeros(m.d, np.float32))
+    fleet.fold({"a": ([1, -1, 1, -1], 1.0), "b": ([1, -1, -1, 1], 1.0)})
+    fleet.play("z")
+    tie = 0 if down == "count" else 1
+    assert fleet.kept["z"].latents.tolist() == [1, -1, tie, tie]
+    assert signs_of(fleet.method, first_model(m), fleet.local["z"].trained).tolist() == [1, -1, 1, 1]
+    assert bits.unpack(fleet.read["z"].signs, 4).tolist() == [True, False, True, True]
+
+
+def test_the_sign_of_a_weight_of_zero_is_a_plus() -> None:
+    m = grouped(mlp(2, 2, 2, bias=False))
+    weights = np.array([0, -0.0, 1, -1, 0, 0, 0, 0], np.float32)
+    assert HideNseek(keep=1).own_signs(Model(m, weights, weights[:0])).tolist() == [True, True, True, False]
 
 
 def test_biases_are_trained_or_as_drawn() -> None:
