@@ -174,6 +174,19 @@ def test_pruning_lands_on_the_target_with_steps_of_the_rate_and_never_grows_agai
         assert not (after & ~before).any()
 
 
+def test_each_step_removes_the_rate_of_what_is_left_and_not_of_the_whole_network() -> None:
+    m = grouped(6, 60, 40, 3)
+    data, method = clusters(m, 1), Hermes(threshold=-1, target=0.1, rate=0.2, epochs=1)
+    t = task(m, data=replace(data, x_val=data.x, y_val=data.y))
+    now, before = Received(whole(m), model(m).parameters, NONE, whole(m).digest), m.d
+    for _ in range(4):
+        local = method.local_round(t, None, now)
+        own = Units(m, bits.unpack(local.kept.units, 100))
+        after = parameters_with(m, counts(own))
+        assert 0.8 * before - 64 < after <= 0.8 * before  # a unit has at most 60 inputs, a bias and 3 outputs
+        now, before = Received(own, local.trained.parameters, NONE, own.digest), after
+
+
 def test_the_last_layer_is_whole_and_every_layer_keeps_a_unit_however_small_the_target() -> None:
     method, t = Hermes(threshold=-1, target=0.001, rate=0.99, epochs=1), validated()
     local = method.local_round(t, None, received())
