@@ -359,9 +359,9 @@ def test_momentum_beside_the_splitting_is_cautioned_against() -> None:
 
 
 def test_the_splitting_is_the_papers_three_steps() -> None:
-    """y = M y + alpha (theta - M x); x by the proximal gradient; the update is 2 x - y less theta, at M."""
+    """y = M y + alpha (theta - M x); x by two proximal gradient steps; the update is 2 x - y less theta, at M."""
     eta, alpha, lr = 0.5, 1.2, 0.05
-    p = play(small(dr=DouglasRachford(eta=eta, alpha=alpha), momentum=0, weight_decay=0, batch=40))
+    p = play(small(dr=DouglasRachford(eta=eta, alpha=alpha), momentum=0, weight_decay=0, batch=40, epochs=2))
     x = {d: p.state.theta.astype(np.float64) for d in DEVICES}
     y = {d: p.state.theta.astype(np.float64) for d in DEVICES}
     for _ in range(6):
@@ -369,10 +369,10 @@ def test_the_splitting_is_the_papers_three_steps() -> None:
         for d in DEVICES:
             live, theta = alive(M, p.received[d].mask), p.received[d].theta.astype(np.float64)
             y[d] = live * y[d] + alpha * (theta - live * x[d])
-            start = y[d].astype(np.float32)
-            a = Assignment(p.course, len(p.states), d)
-            (batch,) = Task(a, p.trainer, p.data[d], 0).batches(1, 40)
-            x[d] = y[d] - lr * live * p.trainer.gradient(start, start[:0], batch.x, batch.y).parameters
+            a, x[d] = Assignment(p.course, len(p.states), d), y[d]
+            for batch in Task(a, p.trainer, p.data[d], 0).batches(2, 40):
+                g = p.trainer.gradient(x[d].astype(np.float32), p.state.buffers, batch.x, batch.y).parameters
+                x[d] = x[d] - lr * live * (g + (x[d] - y[d]) / eta)
             assert p.local[d].update.arrays["change"] == pytest.approx((2 * x[d] - y[d] - theta)[live], abs=1e-5)
             assert p.local[d].trained.parameters == pytest.approx(x[d], abs=1e-5)
     assert (~live).any()
