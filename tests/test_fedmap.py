@@ -426,6 +426,9 @@ def test_the_variants_switch_at_their_pruning() -> None:
     after = c2.after(2)
     assert after is not None
     assert (after.eta, after.alpha) == (10, 1.75)
+    looser = DouglasRachford(eta=10, alpha=1.2, later_eta=1000).after(1)
+    assert looser is not None
+    assert (looser.eta, looser.alpha) == (1000, 1.2)
     switched = play(small(dr=c1, every=2)).run(3)
     assert switched.kept["a"].splitting is None
     first = play(small(dr=c1, every=2)).run(2)
