@@ -256,6 +256,14 @@ def test_the_global_model_may_be_a_draw_a_threshold_or_an_expectation(evaluate: 
         assert share.mean() == (1.0 if evaluate == "threshold" else pytest.approx(0.7, abs=0.08))
 
 
+def test_a_threshold_keeps_what_is_as_likely_on_as_off() -> None:
+    method, theta = FedPM(evaluate="threshold", head="mask", theta0=0.5), np.full(MASKED + 36, 0.5)
+    theta[:2] = 0.499, 0.501
+    found = method.global_model(assignment(M, round_=3), None, theta, np.zeros(0, np.float32))
+    assert found.mask is not None
+    assert method.masked(model(M)).gather(found.mask)[:4].tolist() == [False, True, True, True]
+
+
 def test_the_evaluated_mask_is_another_one_in_every_round() -> None:
     method, theta, head = FedPM(), np.full(MASKED, 0.7), np.zeros(39, np.float32)
     masks = []

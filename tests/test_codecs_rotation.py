@@ -119,14 +119,33 @@ def test_eden_at_one_bit_is_drive_and_its_inner_product_with_the_vector_is_exact
         assert decoded(name, v, 3) @ v == pytest.approx(v @ v, rel=1e-4)
 
 
-@pytest.mark.parametrize("least_error", [False, True])
-def test_drive_plus_is_the_papers_formula_with_the_best_of_all_cuts(least_error: bool) -> None:
-    x, stream, h = vector(64).astype(np.float64), 5, sylvester(6) / 8
+def rotation_of_64(stream: int) -> np.ndarray:
+    """The orthogonal matrix of a block of 64: signs and Hadamard, twice."""
+    h = sylvester(6) / 8
     first, second = (
         [1 - 2 * (int(counter.uint64(counter.key(stream, "signs", r), 1)[0]) >> i & 1) for i in range(64)]
         for r in (0, 1)
     )
-    rotation_ = h @ np.diag(second) @ h @ np.diag(first)  # an orthogonal matrix R
+    found: np.ndarray = h @ np.diag(second) @ h @ np.diag(first)
+    return found
+
+
+@pytest.mark.parametrize("least_error", [False, True])
+def test_drive_is_the_papers_formula(least_error: bool) -> None:
+    """The signs of R x times |x|_2^2 / |R x|_1, which is unbiased, or times |R x|_1 / d, of least error."""
+    x, stream = vector(64).astype(np.float64), 5
+    rotated = rotation_of_64(stream) @ x
+    scale = np.abs(rotated).sum() / 64 if least_error else x @ x / np.abs(rotated).sum()
+    due = rotation_of_64(stream).T @ (scale * np.sign(rotated))
+    assert decoded("drive:mse" if least_error else "drive", x.astype(np.float32), stream) == pytest.approx(
+        due, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("least_error", [False, True])
+def test_drive_plus_is_the_papers_formula_with_the_best_of_all_cuts(least_error: bool) -> None:
+    x, stream = vector(64).astype(np.float64), 5
+    rotation_ = rotation_of_64(stream)
     rotated = np.sort(rotation_ @ x)
     halves = [(rotated[:k], rotated[k:]) for k in range(1, 64)]
     costs = [sum(np.square(half - half.mean()).sum() for half in cut) for cut in halves]

@@ -27,6 +27,8 @@ def test_the_changes_kept_are_those_with_the_largest_divergence() -> None:
     own, theta = np.array([0.9, 0.5, 0.9, 0.6, 0.1]), np.array([0.1, 0.5, 0.1, 0.5, 0.5])
     assert most_telling(flips, own, theta, 0.5).tolist() == [True, False, False, False, True]
     assert most_telling(flips, own, theta, 1.0).tolist() == flips.tolist()
+    # .8 of four changes is 3.2, .7 of them 2.8: the nearest whole number is sent.
+    assert [int(most_telling(flips, own, theta, kappa).sum()) for kappa in (0.8, 0.7, 0.1)] == [3, 3, 0]
 
 
 def test_divergence_is_of_the_device_from_the_server_and_not_back() -> None:
@@ -144,6 +146,14 @@ def test_independent_devices_draw_with_their_secret_randomness() -> None:
         assert (flips == (drawn ^ reference)).all()
         sent.append(data)
     assert sent[0] != sent[1]
+
+
+@pytest.mark.parametrize("sampling", ["common", "device"])
+def test_with_uniforms_that_the_server_knows_a_device_that_learns_nothing_sends_the_reference(sampling: Any) -> None:
+    """Whichever of the two theta are rounded: the uniforms are the reference's, so hardly an element changes."""
+    method = DeltaMask(sampling=sampling, codec="bits", kappa=1.0)
+    flips = codecs.decode_mask("bits", one_update(method, "a").arrays["changes.bits"].tobytes(), MASKED)
+    assert flips.sum() <= 1
 
 
 def test_contexts_are_what_both_sides_know_of_a_change() -> None:

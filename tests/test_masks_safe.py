@@ -125,6 +125,16 @@ def test_theta_moves_by_the_mean_of_mask_less_reference() -> None:
     np.testing.assert_array_equal(fleet.theta(), np.clip(0.95 + net / 3, 0.01, 0.99))
 
 
+@pytest.mark.parametrize(("theta0", "cohort"), [(0.95, 10), (0.95, 3), (0.5, 4), (0.5, 1), (0.3, 7)])
+def test_the_steps_of_theta_reach_both_ends_and_no_farther_than_the_first_beyond_them(
+    theta0: float, cohort: int
+) -> None:
+    below, top = steps(theta0, cohort)
+    ends = theta0 - below / cohort, theta0 + (top - below) / cohort
+    assert ends[0] <= 0 < ends[0] + 1 / cohort
+    assert ends[1] - 1 / cohort < 1 <= ends[1]
+
+
 def _uniforms(fleet: MaskFleet, a: Assignment) -> NDArray[np.float64]:
 
     assert isinstance(fleet.method, Coupled)
