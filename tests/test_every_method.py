@@ -88,19 +88,27 @@ def test_a_device_whose_update_the_guard_drops_takes_part_in_the_next_round(name
     methods.survives_the_guard(made(name), digits())
 
 
-@pytest.mark.parametrize("name", ["fedmask", "hermes", "lattice", "lattice-pruned"])
+@pytest.mark.parametrize(
+    ("name", "ground", "gone"),
+    [
+        *product([*NAMES, *VARIANTS], ["digits"], [(1, 2, 4)]),
+        *product(["fedmask", "hermes", "lattice", "lattice-pruned"], ["batch-norm"], [(3, 4)]),
+    ],
+)
 def test_a_federation_goes_on_after_rounds_whose_every_update_the_guard_drops(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, ground: str, gone: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there, round_ = with_batch_norm(), count(1)
+    """Devices keep what they trained in those rounds, and the server counts nothing of it."""
+    there, round_ = GROUNDS[ground](), count(1)
 
     def limits(*_: Any) -> dict[str, Limit]:
-        return dict.fromkeys(there.devices, Limit(1.0, 1.0, True, "left out")) if next(round_) in (3, 4) else {}
+        return dict.fromkeys(there.devices, Limit(1.0, 1.0, True, "left out")) if next(round_) in gone else {}
 
     monkeypatch.setattr(guard, "limits", limits)
     result = there.simulate(made(name), rounds=6, cohort=3)
-    assert [len(row.record.devices) for row in result.rows] == [3, 3, 0, 0, 3, 3]
+    assert [len(row.record.devices) for row in result.rows] == [0 if r in gone else 3 for r in range(1, 7)]
     assert result.vain_bytes == 0
+    assert all(np.isfinite(model.parameters).all() for model in result.personal.values())
 
 
 @every_method
