@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_kernels import bits as bitset
-from edge_kernels import codecs
+from edge_kernels import codecs, counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, model, task
@@ -97,6 +97,15 @@ def test_a_model_that_is_mostly_without_masks_is_named_before_round_1() -> None:
         assert said.endswith(f"the others stay {others}")
     assert FedMask().caution(course(half)) is not None  # 32 of 74
     assert FedMask().caution(course(M)) is None  # 62 of 74
+
+
+def test_the_first_mask_is_all_ones_or_a_fair_coin_an_element_from_the_seed() -> None:
+    c = course(mlp(60, 50, 3))
+    assert FedMask().first_mask(c).all()
+    random = FedMask(initial_mask="random").first_mask(c)
+    key = counter.key(c.seed, "fedmask", "first mask")
+    assert random.tolist() == [bool(number >> 63) for number in counter.uint64(key, 60 * 50 + 50 * 3).tolist()]
+    assert random.mean() == pytest.approx(0.5, abs=0.03)
 
 
 def test_layers_can_be_named() -> None:

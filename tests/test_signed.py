@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_kernels import bits
-from numpy_mlp import mlp
+from numpy_mlp import mlp, model
 from sign_fleet import SignFleet, fixed_task
 
 from edge_client.errors import ConfigError
 from edge_client.methods import make_method
+from edge_client.methods.fedmask.method import Choice
 from edge_client.methods.signed import Signed
 
 M = mlp(6, 8, 5, 3)
@@ -54,14 +55,21 @@ def test_one_bit_a_live_element_both_ways_and_the_head_stays() -> None:
 def test_a_personal_model_has_the_averaged_signs_inside_the_devices_structure() -> None:
     f = fleet()
     f.play("a", "b", "c")
-    model, own = f.personal("a"), f.course.model.parameters
+    mine, own = f.personal("a"), f.course.model.parameters
     masked = f.method.division(f.course.model).masked
     live = f.method.division(f.course.model).expand(f.kept["a"].held.structure)
-    found, drawn = masked.gather(model.parameters), masked.gather(own)
+    found, drawn = masked.gather(mine.parameters), masked.gather(own)
     assert np.array_equal(np.abs(found), np.abs(drawn) * live)
     plus = np.where(f.state.averaged == 1, f.state.share >= 0.5, found == drawn)
     assert np.array_equal((found == drawn)[live], plus[live])
     assert not masked.gather(f.personal("new").parameters == 0).any()
+
+
+def test_the_defaults_are_the_tables_for_drawn_weights_and_careful_for_trained_ones() -> None:
+    trained = model(M.model_copy(update={"seed": None}))
+    assert Signed().chosen(model(M)) == Choice(keep=0.8, head="local", group_lasso=0, restart="radius", lr=10)
+    assert Signed().chosen(trained) == Choice(keep=1, head="masked", group_lasso=0, restart="latent", lr=0.1)
+    assert Signed().radius == 1
 
 
 def test_the_sign_gate_has_no_lasso() -> None:
