@@ -282,6 +282,7 @@ def test_first_scores_are_spread_as_set_around_the_first_theta() -> None:
         logits = np.log(theta / (1 - theta))
         assert (logits.mean(), logits.std()) == pytest.approx((np.log(theta0 / (1 - theta0)), spread), abs=0.02)
         assert (theta * 4096 == np.round(theta * 4096)).all()
+        assert (theta * 4096 % 2 == 1).any()  # no coarser grid
     z = sum(float(counter.uniform(counter.key(7, "first scores", i), 6)[5]) for i in range(12)) - 6
     assert theta[5] == round(4096 / (1 + math.exp(-0.5 * z) * 0.25)) / 4096
 

@@ -20,7 +20,7 @@ from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask
 from edge_client.methods.fedpm import FedPM
 from edge_client.methods.shared.bernoulli import BernoulliMasks
-from edge_client.methods.shared.theta import Posterior, steps
+from edge_client.methods.shared.theta import Posterior, stepped, steps
 from edge_client.task import Assignment
 
 TRAINED = M.model_copy(update={"seed": None})
@@ -153,6 +153,15 @@ def test_both_sides_hold_the_same_counts_whatever_rounds_a_device_missed(
             received = fleet.receive(d)
             assert (received.posterior.ones == fleet.state.posterior.ones).all()
             assert (received.theta == fleet.theta()).all()
+
+
+def test_steps_end_at_the_lowest_and_at_the_highest_theta() -> None:
+    """theta0 = .95 in steps of a tenth: ten below it and one above. Devices all down, all up, and in between."""
+    none = Posterior(np.zeros(5, np.uint32), 0)
+    first = stepped(none, 0.95, 10, np.array([-10, -9, 0, 1, 10]), 10, 0)
+    assert (first.ones.tolist(), first.masks) == ([0, 1, 10, 11, 11], 11)
+    then = stepped(first, 0.95, 10, np.array([-1, 2, -10, -2, 0]), 10, 0)
+    assert then.ones.tolist() == [0, 3, 0, 9, 11]
 
 
 def test_a_partial_cohort_moves_theta_as_far_in_expectation() -> None:
