@@ -496,8 +496,9 @@ def test_devices_with_equal_records_are_one_audience() -> None:
     assert downs[0] == downs[1]
 
 
-def test_real_gates_are_averaged_and_sent_down_and_a_change_can_be_limited() -> None:
-    m, method = lstm(), FedMask(codec="bits", prune_layers=0)
+@pytest.mark.parametrize("state", ["global", "client"])
+def test_real_gates_are_averaged_and_sent_down_and_a_change_can_be_limited(state: Any) -> None:
+    m, method = lstm(), FedMask(codec="bits", prune_layers=0, state=state)
     server = Rounds(method, m)
     updates = {}
     for d, value in (("a", 1), ("b", 4)):
@@ -592,6 +593,14 @@ def test_malformed_counts_are_refused_by_the_device(codec: str, arrays: Arrays, 
     method = FedMask(codec=codec, down="count")
     with pytest.raises(PayloadError, match=r"fetch it again|is due|only"):
         method.receive(assignment(M), None, bad(first_downlink(method), arrays, **meta))
+
+
+def test_a_count_above_the_levels_is_a_share_of_one() -> None:
+    """Two levels take two bits, which can hold 3."""
+    method = FedMask(codec="bits", down="count")
+    planes = bitset.pack_planes(np.full(MASKED, 3, np.uint32), 2)
+    down = bad(first_downlink(method), {"mask.planes": planes}, levels=2)
+    assert set(method.receive(assignment(M), None, down).share.tolist()) == {1.0}
 
 
 @pytest.mark.parametrize(
