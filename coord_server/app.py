@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from coord_server import dashboard
@@ -68,7 +68,7 @@ def create_app(
         device.router, artifacts.own, bundles.router, tokens.router, watch.router, watch.figures, artifacts.router,
         operator.router, operator.health,
     ):  # fmt: skip
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(openapi.documented_query)])
     app.state.open_metrics = open_metrics
     app.add_middleware(watch.Counted)
     if allow_origins:  # outermost: it answers preflights, and every answer has its headers

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coordination import Fleet, play, refused
 from pydantic import TypeAdapter
 
 from coord_server.app import create_app
@@ -177,3 +178,24 @@ def test_every_call_is_in_the_manual(document: dict[str, Any]) -> None:
                 line for line in shown if ("-X " + method.upper() in line) or (method == "get" and "-X" not in line)
             ]
             assert sent, (method, path)
+
+
+def test_every_operation_refuses_a_query_parameter_that_the_document_does_not_have(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a")
+        for name, _ in operations(document):
+            method, path = name.split(" ")
+            said = refused(await fleet.http.request(method, f"{re.sub('{.*?}', 'fed', path)}?odd=1"), "bad-message")
+            assert f"{name} takes" in said
+            assert "'odd'" in said
+        misspelt = refused(await fleet.operator("GET", "/v1/federations?phsae=paused"), "bad-message")
+        assert "phase, method, prefix, limit, cursor, not 'phsae'; did you mean 'phase'?" in misspelt
+        said = refused(await fleet.operator("GET", "/v1/federations?phase=paused&phase=running"), "bad-message")
+        assert "'phase' 2 times" in said
+        assert (await fleet.operator("HEAD", "/v1/health")).status_code == 200
+        refused(await fleet.operator("GET", "/v1/health?verbose=1"), "bad-message")
+        assert (await fleet.operator("GET", "/login?next=/&odd=1")).status_code == 200  # a page's address may have more
+
+    play(tmp_path, script)

@@ -1,6 +1,7 @@
 """Additions to the OpenAPI document that FastAPI writes: two schemas, and an example of every JSON body and answer.
 
-The examples are in `examples.json`, by model. FastAPI does not read manifests, so their schema is added here.
+The examples are in `examples.json`, by model. FastAPI does not read manifests, so their schema is added here. What the
+document says of a query is held: `documented_query` refuses every other parameter.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from coord_server.http.problems import describe
+from coord_server.http.problems import called, describe
+from coord_server.problems import Refusal
 from edge_client.bundle import Manifest
+from edge_client.errors import suggestion
 from edge_client.protocol.changes import AnyChange, Snapshot
 from edge_client.protocol.messages import Problem
 
@@ -49,6 +52,26 @@ def _messages(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for operation in operations.values():
             for message in (operation.get("requestBody", {}), *operation["responses"].values()):
                 yield from (said for kind, said in message.get("content", {}).items() if kind == "application/json")
+
+
+async def documented_query(request: Request) -> None:
+    """Refuse a query parameter that the operation lacks, or that is there twice. Raises Refusal.
+
+    FastAPI ignores the one, so that a misspelt filter filters nothing, and takes the last of the others.
+    """
+    if not request.query_params:
+        return
+    operation = request.app.openapi()["paths"][request.scope["route"].path].get(request.method.lower(), {})
+    known = [p["name"] for p in operation.get("parameters", []) if p["in"] == "query"]
+    given = [name for name, _ in request.query_params.multi_items()]
+    for name in given:
+        if name not in known:
+            takes = f"the parameters {', '.join(known)}" if known else "no parameters in its query"
+            raise Refusal(
+                "bad-message", f"{called(request.scope)} takes {takes}, not {name[:40]!r}{suggestion(name, known)}"
+            )
+        if given.count(name) > 1:
+            raise Refusal("bad-message", f"the query has {name!r} {given.count(name)} times; give it once")
 
 
 def install(app: FastAPI) -> None:

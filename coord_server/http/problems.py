@@ -22,6 +22,7 @@ SECRET = {"enrol", "tokens", "viewers"}  # parts of paths that take or give secr
 _HEX = re.compile("[0-9a-fA-F]{16,}")  # a token, a credential, or a piece of one, wherever a request has it by mistake
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
+    "health": ("bad-message", "too-many", "too-busy"),
     "device": ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *_STORAGE),
     "operator": (
         "unauthorized",
