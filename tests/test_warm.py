@@ -122,10 +122,23 @@ def test_values_that_are_not_the_bundles_are_refused(tmp_path: Path, body: bytes
 
 def test_settings_that_are_refused_leave_no_bundle_of_a_warm_start(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
-        await fleet.federation("a")
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
         config = settings(name="next", start_from={"federation": "fed"}, method={"name": "fedavg", "epochs": 0})
         refused(await fleet.operator("POST", "/v1/federations", json=config), "bad-config")
         assert len((await fleet.operator("GET", "/v1/bundles")).json()) == 1
+
+    play(tmp_path, script)
+
+
+def test_a_federation_that_has_closed_no_round_is_no_start_for_another(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        config = settings(name="next", start_from={"federation": "fed"})
+        said = refused(await fleet.operator("POST", "/v1/federations", json=config), "bad-config")
+        assert "'fed': it has closed no round yet; wait for its first" in said
+        assert said.endswith(f"bundle {digest(manifest().to_bytes())}")
+        assert [f["id"] for f in (await fleet.operator("GET", "/v1/federations")).json()] == ["fed"]
 
     play(tmp_path, script)
 

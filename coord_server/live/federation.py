@@ -40,7 +40,7 @@ from coord_server.problems import Refusal
 from coord_server.store import Store
 from coord_server.store.rows import Rows
 from coord_server.store.tables import Head
-from edge_client.errors import StateError, StorageUnreachableError
+from edge_client.errors import ConfigError, StateError, StorageUnreachableError
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
 from edge_client.protocol.changes import UpdateRefused
@@ -388,9 +388,12 @@ class LiveFederation:
         return found
 
     async def global_values(self) -> dict[str, NDArray[np.float32]]:
-        """The global model after the last closed round, by name. Raises ConfigError, StateError."""
+        """The global model after the last closed round, by name. Raises ConfigError when there is none, StateError."""
         method, now = self._method_state.method, await self._method_state.current()
         model = await asyncio.to_thread(global_model, method, now.course, now.state, now.round)
+        if now.round == 0:
+            begin = f"to begin as it does, leave start_from out and give bundle {self.config.bundle}"
+            raise ConfigError(f"it has closed no round yet; wait for its first, or {begin}")
         return warm.by_name(now.course.model.manifest, model)
 
     async def exported(self) -> tuple[int, bytes]:
