@@ -91,13 +91,14 @@ def _module(path: Path) -> ModuleType:
 def theirs(what: str) -> Iterator[None]:
     """An exception within the block becomes an AuthorError; `what` stands for the place when no line is the user's.
 
-    The project's own errors pass. With MASKFLEET_DEBUG set the traceback is printed.
+    SystemExit is one, because `sys.exit` in the user's code would end the command without a sentence. The project's own
+    errors pass. With MASKFLEET_DEBUG set the traceback is printed.
     """
     try:
         yield
     except MaskfleetError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if os.environ.get("MASKFLEET_DEBUG"):
             traceback.print_exception(error)
         raise AuthorError(f"{place_of(error) or what}: {described(error)}") from error

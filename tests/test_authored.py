@@ -121,3 +121,10 @@ def test_an_installed_module_has_a_place_too() -> None:
     assert load("json:loads", "a function")("[1]") == [1]
     assert authored.is_place("x/model.py:build")
     assert not authored.is_place("digits")
+
+
+@pytest.mark.parametrize(("code", "said"), [("'no data here'", "SystemExit: no data here"), ("3", "SystemExit: 3")])
+def test_a_function_that_ends_the_process_is_named(tmp_path: Path, code: str, said: str) -> None:
+    file = written(tmp_path, "script.py", f"import sys\ndef load():\n    sys.exit({code})\n")
+    with pytest.raises(AuthorError, match=rf"script\.py, line 3, in load: .*: {said}$"), theirs("here"):
+        load(f"{file}:load", "a function")()

@@ -95,7 +95,7 @@ def drawn(build: Callable[[], Any], module: torch.nn.Module, init: InitScheme) -
     other, layers, trained = None, dict[str, None](), False
     torch.manual_seed(1)
     # a function may run only once, and a seed of its own would draw the same again
-    with suppress(Exception), patch.object(torch.random, "default_generator", Unseeded()):
+    with suppress(Exception, SystemExit), patch.object(torch.random, "default_generator", Unseeded()):
         other = build()
     again = dict(other.named_parameters()) if isinstance(other, torch.nn.Module) else {}
     for name, weights in module.named_parameters():
