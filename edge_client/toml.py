@@ -21,10 +21,21 @@ def read(path: Path, option: str = "") -> dict[str, Any]:
     called = f"{option} {path}".lstrip()
     try:
         content: dict[str, Any] = loads(path.read_text("utf-8-sig"))  # some editors begin a file with a mark
-        return content
     except OSError as error:
         raise ConfigError(f"{called} cannot be read: {error.strerror}; check its path and permissions") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{called} is not TOML: {error}; save it as UTF-8") from None
     except TOMLDecodeError as error:
         raise ConfigError(f"{called} is not TOML: {error}; correct it there") from None
+    for name, value in content.items():
+        if _has_nul([name, value]):
+            raise ConfigError(f"{called}: setting {name!r} holds the character NUL; no path or name can, take it out")
+    return content
+
+
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_nul, (*value, *value.values())))
+    if isinstance(value, list):
+        return any(map(_has_nul, value))
+    return isinstance(value, str) and "\0" in value
