@@ -25,16 +25,19 @@ def packaged() -> dict[str, Path]:
     return found
 
 
-def bundle_folder(name: str, beside: Path, *others: str) -> Path:
-    """The folder that `name` stands for: a packaged bundle, else a folder relative to the folder `beside`.
+def bundle_path(name: str, beside: Path = Path()) -> Path:
+    """The path that `name` stands for: that of a packaged bundle, else one relative to the folder `beside`.
 
-    Write ``./digits`` for a folder with the name of a packaged bundle. Raises BundleError, which also lists the
-    `others` that the caller knows.
+    Write ``./digits`` for a folder or file with the name of a packaged bundle.
     """
-    names = packaged()
-    folder = names.get(name, beside / name)
+    return packaged().get(name, beside / name)
+
+
+def bundle_folder(name: str, beside: Path, *others: str) -> Path:
+    """The folder of a bundle, by `bundle_path`. Raises BundleError, which also lists the `others` the caller knows."""
+    folder = bundle_path(name, beside)
     if not (folder / MANIFEST).is_file():
-        known = [*names, *others]
+        known = [*packaged(), *others]
         raise BundleError(
             f"bundle = {name!r}: the folder {folder.resolve()} holds no {MANIFEST}, and the bundles with a name are "
             f"{', '.join(known)}{suggestion(Path(name).name, known)}"

@@ -9,6 +9,7 @@ from edge_bench.simulation.file import find_bundle
 
 from coord_server.operator import cli
 from edge_client.bundle import MANIFEST, Bundle
+from edge_client.cli import build
 from edge_client.errors import BundleError
 from edge_client.named_bundles import bundle_folder, packaged
 from edge_client.protocol.messages import Federation, FederationConfig
@@ -58,3 +59,21 @@ def test_a_federation_is_created_from_a_packaged_bundle_by_its_name(
     cli.create(file)
     assert uploaded == [packaged()["digits"]]
     assert capsys.readouterr().out == "aaa\n"
+
+
+def test_bench_and_compact_take_names_by_the_same_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / MANIFEST).write_bytes((packaged()["har"] / MANIFEST).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    opened = list[Path]()
+
+    def noted(folder: Path) -> Bundle:
+        opened.append(folder)
+        raise BundleError("seen")
+
+    monkeypatch.setattr(Bundle, "open", noted)
+    for command in (["bench"], ["compact", "--out", "small.onnx", "values.safetensors"]):
+        for name in ("digits", "./digits"):
+            with pytest.raises(BundleError, match="seen"):
+                build()([*command[:1], name, *command[1:]], standalone_mode=False)
+    assert opened == 2 * [packaged()["digits"], Path("digits")]

@@ -62,7 +62,7 @@ app = typer.Typer(
 @app.command(RUN)
 def run(
     models: Annotated[
-        list[Path], typer.Argument(help="A bundle's folder or name, or .onnx and .pte files side by side.")
+        list[str], typer.Argument(help="A bundle's folder or name, or .onnx and .pte files side by side.")
     ],
     personal: Annotated[
         Path | None, typer.Option(help="Safetensors with `parameters`, or `mask`, for masked and compact variants.")

@@ -11,7 +11,7 @@ from edge_client.bundle import Bundle
 from edge_client.data import DeviceData, fit, read
 from edge_client.errors import ConfigError, suggestion
 from edge_client.measure.engines import batch, free_axes, sample_of
-from edge_client.named_bundles import packaged
+from edge_client.named_bundles import bundle_path, packaged
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Subject:
 
 
 def find_subject(
-    models: Sequence[Path],
+    models: Sequence[str],
     personal: Path | None,
     keep: float | None,
     data: Path | None,
@@ -40,17 +40,17 @@ def find_subject(
     scratch: Path,
 ) -> Subject:
     """A bundle's `wanted` variants, or model files. Raises ConfigError, BundleError, DataError."""
-    names = packaged()
-    models = [names.get(str(m), m) if not m.exists() else m for m in models]
-    folders = [m for m in models if m.is_dir()]
+    places = [bundle_path(model) for model in models]
+    folders = [m for m in places if m.is_dir()]
     if not folders:
-        for model in models:
+        for model in places:
             if not model.exists():
+                names = packaged()
                 known = f"model files, a bundle's folder, or one of the bundles {', '.join(names)}"
                 raise ConfigError(f"{model} is not there; name {known}{suggestion(str(model), names)}")
         if personal is not None or keep is not None or data is not None:
             raise ConfigError("--personal, --keep and --data go with a bundle's folder; these are model files")
-        return _of_files(models, shape)
+        return _of_files(places, shape)
     if len(models) > 1:
         raise ConfigError(f"{folders[0]} is a bundle; give it alone, or several model files")
     if shape is not None:

@@ -14,11 +14,12 @@ from edge_client.compaction.personal import write_personal
 from edge_client.compaction.tuning import clock
 from edge_client.data import fit, read
 from edge_client.errors import ConfigError
+from edge_client.named_bundles import bundle_folder
 from edge_client.task import Personal
 
 
 def compact(
-    bundle: Annotated[Path, typer.Argument(help="The model's bundle, a folder.")],
+    bundle: Annotated[str, typer.Argument(help="The model's bundle: a folder, or the name of a packaged one.")],
     values: Annotated[
         Path, typer.Argument(help="The masked values: a safetensors file with every tensor of the bundle by name.")
     ],
@@ -34,7 +35,7 @@ def compact(
 
     A masked value is a zero.
     """
-    wanted, opened = align_of(align), Bundle.open(bundle)
+    wanted, opened = align_of(align), Bundle.open(bundle_folder(bundle, Path()))
     manifest = opened.manifest
     model = stored_model(manifest, values, "write it with safetensors, float32, one tensor for each of the bundle's")
     if data is None and manifest.input.dtype != "float32":
