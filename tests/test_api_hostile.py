@@ -145,7 +145,7 @@ def test_a_refused_update_is_one_line_in_the_log_that_names_the_device(
 
 
 def test_a_dropped_upload_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def drop(app: Any, path: str, headers: dict[str, str]) -> None:
+    async def drop(app: Any, path: str, headers: dict[str, str], method: str = "PUT") -> None:
         said = [{"type": "http.request", "body": b"x", "more_body": True}, {"type": "http.disconnect"}]
 
         async def receive() -> Any:
@@ -156,7 +156,7 @@ def test_a_dropped_upload_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.
 
         scope = {
             "type": "http",
-            "method": "PUT",
+            "method": method,
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
@@ -182,7 +182,8 @@ def test_a_dropped_upload_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.
         part = manifest(64).to_bytes()
         await fleet.operator("POST", "/v1/bundles", content=part)
         await drop(app, f"/v1/bundles/{digest(part)}/parts/train.onnx", bearer(OPERATOR))
-        assert [r.levelname for r in caplog.records if r.name == "maskfleet"] == ["INFO", "INFO"]
+        await drop(app, "/v1/enrol", {"Content-Type": "application/json"}, "POST")
+        assert [r.levelname for r in caplog.records if r.name == "maskfleet"] == ["INFO", "INFO", "INFO"]
         assert all(r.exc_info is None and "disconnected" in r.message for r in caplog.records if r.name == "maskfleet")
         assert unfinished(tmp_path) == []
         assert (await fleet.train("a")).status_code == 201

@@ -235,6 +235,10 @@ def test_the_answer_to_unreadable_json_says_what_where_and_which_limit(tmp_path:
             await fleet.http.put(f"{fed}/devices/a/report", content=body, headers={**mine, **json_}),
             await fleet.operator("POST", "/v1/federations", content=body, more=json_),
             await fleet.operator("POST", f"{fed}/tokens", content=body, more=json_),
+            await fleet.operator(
+                "POST", f"{fed}/tokens", content=body, more={"Content-Type": "Application/JSON ; v=1"}
+            ),
+            await fleet.operator("PATCH", fed, content=body, more={"Content-Type": "application/merge-patch+json"}),
         ):
             detail = refused(answer, kind)
             assert said in detail

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coord_server.http.access import CALL, Call
+from coord_server.http.problems import JSON
 from coord_server.live.uploads import receive
 from coord_server.problems import Refusal
 from coord_server.store.blobs import FolderBlobs
@@ -75,7 +76,7 @@ async def _message(scope: Scope, receive: Receive) -> Message:
         if len(body) > limit:
             raise too_long
         more = message.get("more_body", False)
-    if body and headers.get("content-type", "").startswith("application/json"):
+    if body and JSON.match(headers.get("content-type", "")):
         _check_json(bytes(body))
     return {"type": "http.request", "body": bytes(body), "more_body": False}
 

@@ -20,6 +20,8 @@ BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "no
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 SECRET = {"enrol", "tokens", "viewers"}  # parts of paths that take or give secrets
 _HEX = re.compile("[0-9a-fA-F]{16,}")  # a token, a credential, or a piece of one, wherever a request has it by mistake
+JSON = re.compile(r"application/(.+\+)?json\s*(;|$)", re.IGNORECASE)
+"""A Content-Type whose message is read as JSON."""
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
     "health": ("bad-message", "too-many", "too-busy"),
@@ -108,6 +110,8 @@ async def _storage(request: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ClientDisconnect):  # while FastAPI read a message
+        return await _disconnected(request, error)
     kind = BY_STATUS.get(error.status_code, "bad-request")
     path = "this path" if _secret(request) else request.url.path
     detail = {
@@ -121,7 +125,7 @@ async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     sent_as = request.headers.get("content-type", "")
-    if first["loc"] == ("body",) and not sent_as.startswith("application/json"):
+    if first["loc"] == ("body",) and not JSON.match(sent_as):
         sent = f"was sent as {sent_as}" if sent_as else "has no Content-Type"
         what = f"the message {sent}; send Content-Type: application/json"
     else:
