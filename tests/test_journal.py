@@ -115,6 +115,16 @@ def test_two_rounds_are_kept_and_nothing_else_is_left(tmp_path: Path) -> None:
         assert not (tmp_path / "pending-0000007.new").exists()
 
 
+def test_rounds_that_a_restored_coordinator_runs_again_count_before_those_that_it_has_lost(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        for r, value in ((48, 0), (49, 0), (3, 3), (4, 4), (5, 5)):
+            journal.trained({"a": np.array([value])}, Pending(r, "lease", "0" * 64, b"update"))
+            journal.acknowledge(r)
+            assert journal.kept(before=r + 1)["a"].tolist() == [value]
+        assert journal.kept(before=5)["a"].tolist() == [4]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["kept-0000004", "kept-0000005", "lock"]
+
+
 def test_a_damaged_file_of_what_was_kept_is_taken_for_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Journal(tmp_path) as journal:
         for r in (1, 2):

@@ -214,10 +214,15 @@ class Journal:
         return None
 
     def acknowledge(self, round_: int) -> None:
-        """The coordinator has the update of `round_`: what the method kept in it now counts."""
+        """The coordinator has the update of `round_`: what the method kept in it now counts.
+
+        What it kept of later rounds goes: a coordinator that was restored from a backup runs them again.
+        """
         with disk(self.folder):
             os.replace(self._path("pending", round_), self._path("kept", round_))
-        self._drop(sorted(self._rounds("kept"))[:-KEPT_ROUNDS], "kept")
+        kept = sorted(self._rounds("kept"))
+        count = [r for r in kept if r <= round_][-KEPT_ROUNDS:]
+        self._drop([r for r in kept if r not in count], "kept")
 
     def drop_pending(self) -> None:
         """Forget the update that is not acknowledged: its round went on without this device."""
