@@ -108,7 +108,9 @@ def listen(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"
+        ) from None
     return bound
 
 

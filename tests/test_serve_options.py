@@ -112,7 +112,7 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, given: list[str], sai
 def test_a_port_in_use_is_named() -> None:
     with serve.listen("127.0.0.1", 0) as taken:
         taken.listen()
-        with pytest.raises(ConfigError, match="choose another --port"):
+        with pytest.raises(ConfigError, match="choose another --host or --port"):
             serve.listen("127.0.0.1", taken.getsockname()[1])
 
 
