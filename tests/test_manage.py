@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 import typer
 from coordination import LIMIT, OPERATOR, bearer, settings, write_bundle
 from coordinator_process import coordinator
+from listening import listening
 from typer.testing import CliRunner
 
 from coord_server.http import pages
@@ -112,3 +114,18 @@ def test_an_answer_that_cannot_be_read_is_a_sentence(monkeypatch: pytest.MonkeyP
         pytest.raises(ServerError, match="answered what cannot be read"),
     ):
         operator.rounds("fed")
+
+
+def test_on_its_own_machine_an_operator_asks_no_proxy_and_trusts_the_given_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pem = Path(__file__).parent / "loopback.pem"  # certificate and key of the tests alone
+    monkeypatch.setenv("SSL_CERT_FILE", str(pem))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+
+    async def main() -> None:
+        async with listening(tmp_path, certificate=pem) as here:
+            with Operator(f"https://127.0.0.1:{here.port}", OPERATOR) as operator:
+                assert (await asyncio.to_thread(operator.health)).status == "ok"
+
+    asyncio.run(main())

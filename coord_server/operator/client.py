@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
 from edge_client.errors import ConfigError, ServerError, UnreachableError, first_fault
+from edge_client.link.transport import LOOPBACK
 from edge_client.protocol.messages import Change, Federation, FederationConfig, Round
 from edge_client.protocol.operator import (
     BundleReceipt,
@@ -33,7 +34,6 @@ from edge_client.protocol.operator import (
 T = TypeVar("T")
 TIMEOUT = 60.0  # seconds without a byte
 CHUNK = 1 << 20
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Operator:
@@ -50,7 +50,7 @@ class Operator:
             base_url=parsed,
             timeout=TIMEOUT,
             headers={"Authorization": f"Bearer {token}"},
-            trust_env=parsed.host not in LOOPBACK,  # a proxy is not asked for this very machine
+            mounts={f"all://{host}": None for host in LOOPBACK},  # a proxy is not asked for this very machine
         )
 
     def __enter__(self) -> Operator:
