@@ -114,6 +114,12 @@ def test_a_login_page_and_a_redirect_are_not_taken_for_a_coordinator() -> None:
         remote(lambda _: moved).ask("GET", "/x", Wait, "asking")
 
 
+def test_the_words_beside_a_status_are_not_quoted_they_may_repeat_the_request() -> None:
+    echo = httpx.Response(501, extensions={"reason_phrase": b'no method {"credential":"5ec2e7"}POST'})
+    with pytest.raises(UnreachableError, match=r"it answered 501 Not Implemented\)"):
+        remote(lambda _: echo, patience=1.0).ask("GET", "/x", Wait, "asking")
+
+
 @pytest.mark.parametrize("status", [302, 401, 403, 404, 407])
 def test_the_page_of_a_proxy_is_not_the_coordinator_s_word_and_is_asked_again(status: int) -> None:
     wait = Wait(reason="r", poll_after=1.0)

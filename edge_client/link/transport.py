@@ -159,7 +159,8 @@ def _check(response: httpx.Response) -> None:
         return
     after, problem = _retry_after(response.headers.get("Retry-After")), _problem(body(response))
     if status in BUSY or status >= 500:
-        reason = f"it answered {status} {response.reason_phrase}".rstrip() + (f": {problem[0]}" if problem else "")
+        phrase = httpx.codes.get_reason_phrase(status)  # what a proxy writes may quote the request, with its secrets
+        reason = f"it answered {status} {phrase}".rstrip() + (f": {problem[0]}" if problem else "")
         raise Transient(reason, after if after is not None or status != 429 else RETRY_AFTER_LEAST)
     url = response.request.url
     if status in (301, 308):
