@@ -34,6 +34,7 @@ Bits = NDArray[np.bool_]
 Packed = NDArray[np.uint8]  # bits, eight in a byte
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
+WARNINGS = "warnings.txt"  # beside the parts, never sent: a line for each thing to know where the bundle is used
 
 
 MAX_TENSORS = 100_000  # rows of a table
@@ -329,6 +330,12 @@ class Bundle:
     def sha256(self) -> str:
         """Of the manifest's bytes: the bundle's address at a coordinator."""
         return digest((self.folder / MANIFEST).read_bytes())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What its export warned of."""
+        path = self.folder / WARNINGS
+        return path.read_text("utf-8").splitlines() if path.is_file() else []
 
     def part(self, name: str) -> Path:
         """Path of a part whose bytes match the manifest. Raises BundleError."""

@@ -8,7 +8,7 @@ import pytest
 from edge_bench.simulation.file import find_bundle
 
 from coord_server.operator import cli
-from edge_client.bundle import MANIFEST, Bundle
+from edge_client.bundle import MANIFEST, WARNINGS, Bundle
 from edge_client.cli import build
 from edge_client.errors import BundleError
 from edge_client.named_bundles import bundle_folder, packaged
@@ -57,8 +57,16 @@ def test_a_federation_is_created_from_a_packaged_bundle_by_its_name(
     file = tmp_path / "fleet.toml"
     file.write_text('name = "f"\nbundle = "digits"\nrounds = 1\ncohort = 1\n[method]\nname = "fedavg"\n')
     cli.create(file)
-    assert uploaded == [packaged()["digits"]]
-    assert capsys.readouterr().out == "aaa\n"
+    assert capsys.readouterr() == ("aaa\n", "")
+    cli.create(file, bundle="har")
+    assert uploaded == [packaged()["digits"], packaged()["har"]]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / MANIFEST).write_bytes((packaged()["har"] / MANIFEST).read_bytes())
+    (tmp_path / "mine" / WARNINGS).write_text("the weights are drawn\n")
+    file.write_text(file.read_text().replace('"digits"', '"mine"'))
+    capsys.readouterr()
+    cli.create(file)
+    assert capsys.readouterr() == ("aaa\n", "warning: the weights are drawn\n")
 
 
 def test_bench_and_compact_take_names_by_the_same_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

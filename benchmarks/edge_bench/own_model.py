@@ -98,15 +98,12 @@ def open_module(
         about = weights.stat()
         address.update(repr((weights.name, about.st_size, about.st_mtime_ns)).encode())
 
-    def said(line: str) -> None:
-        print(f"warning: {line}", file=sys.stderr, flush=True)
-
     def build(folder: Path) -> None:
         from edge_export.factories import export_factory
 
         print(f"exporting {os.path.normpath(place)} ...", file=sys.stderr, flush=True)
         try:
-            _named(export_factory(place, out=folder, note=said, **arguments), known)
+            _named(export_factory(place, out=folder, **arguments), known)
         except ModelError as error:
             raise ModelError(f"{error}{_advice(table, arguments, str(error))}") from error
 
@@ -117,7 +114,10 @@ def open_module(
                 "bundle that takes such samples, like --bundle digits for 8x8 images"
             )
 
-    return into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check, cache)
+    found = into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check, cache)
+    for line in found.warnings:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+    return found
 
 
 def _advice(table: ExportConfig, made: Mapping[str, Any], fault: str) -> str:

@@ -20,6 +20,7 @@ from coord_server.operator import tables
 from coord_server.operator.client import Operator
 from coord_server.operator.show import look, overview, settings_table, show_live
 from edge_client import toml
+from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, first_fault
 from edge_client.files import write_whole
 from edge_client.named_bundles import bundle_folder
@@ -116,7 +117,9 @@ def _print(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, to
 @app.command()
 def create(
     file: Annotated[Path, typer.Argument(help="TOML (or .json) with the federation's settings.")],
-    bundle: Annotated[Path | None, typer.Option(help="Bundle folder; default: the settings' `bundle`.")] = None,
+    bundle: Annotated[
+        str | None, typer.Option(help="Bundle's folder or name; default: the settings' `bundle`.")
+    ] = None,
     url: Url = URL,
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
@@ -126,15 +129,18 @@ def create(
     bundle that the coordinator has.
     """
     settings = read_settings(file)
-    folder = bundle
-    named = settings.get("bundle")
-    if folder is None and isinstance(named, str) and not DIGEST.fullmatch(named):
+    folder, named = None, settings.get("bundle")
+    if bundle is not None:
+        folder = bundle_folder(bundle, Path())
+    elif isinstance(named, str) and not DIGEST.fullmatch(named):
         folder = bundle_folder(named, file.parent)
     # A fault in the file shows before anything is uploaded.
     check_settings({**settings, "bundle": "0" * 64} if folder is not None else settings, str(file))
     with _operator(url, token_file) as operator:
         if folder is not None:
             settings["bundle"] = operator.upload_bundle(folder)
+            for line in Bundle.open(folder).warnings:
+                print(f"warning: {line}", file=sys.stderr)
         print(operator.create(check_settings(settings, str(file))).id)
 
 

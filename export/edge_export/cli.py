@@ -57,7 +57,6 @@ def export(
     said = SILENT if about is None else read_about(about)
     if executorch:
         check_installed()
-    notes: list[str] = []
     try:
         bundle = export_factory(
             place,
@@ -70,7 +69,6 @@ def export(
             name=name,
             torch_part=torch_part,
             about=said,
-            note=notes.append,
         )
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error
@@ -91,5 +89,5 @@ def export(
         typer.echo(
             f"no method masks or prunes {', '.join(whole)}: only linear, convolution and LSTM layers are maskable"
         )
-    for line in notes:
+    for line in bundle.warnings:
         typer.echo(line)

@@ -41,14 +41,13 @@ def export_factory(
     name: str | None = None,
     torch_part: bool = True,
     about: About = SILENT,
-    note: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
     """The bundle of the module that the function at `place` builds, written to `out`; a sample has `shape`.
 
     Without `name` the bundle has that of the function's file; the other arguments are those of `export_bundle`.
-    PyTorch's generator starts from `seed`, or 0, so the same file gives the same weights. `note` gets a sentence when
-    weights that will count as trained are not the same when they are built again. Raises ConfigError, AuthorError for
-    an exception of the author's code, ModelError when the module cannot be a bundle.
+    PyTorch's generator starts from `seed`, or 0, so the same file gives the same weights. The bundle's warnings name
+    weights that will count as trained and are not the same when they are built again. Raises ConfigError, AuthorError
+    for an exception of the author's code, ModelError when the module cannot be a bundle.
     """
     build = authored.load(place, WHAT)
     torch.manual_seed(seed or 0)
@@ -56,8 +55,7 @@ def export_factory(
         module = build()
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{place} returned a {type(module).__name__}; it must return a torch.nn.Module")
-    if seed is None and (found := drawn(build, module, init)):
-        note(found)
+    found = "" if seed is not None else drawn(build, module, init)
     example = torch.zeros((2, *shape), dtype=getattr(torch, dtype))
     return export_bundle(
         module,
@@ -71,6 +69,7 @@ def export_factory(
         class_names=about.class_names,
         normalisation=about.normalisation,
         between=about.between,
+        warnings=[found] if found else [],
     )
 
 

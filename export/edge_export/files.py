@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from edge_client.bundle import MANIFEST, WEIGHTS, Bundle, Manifest
+from edge_client.bundle import MANIFEST, WARNINGS, WEIGHTS, Bundle, Manifest
 from edge_client.errors import ModelError
 from edge_client.graph.check import check_file
 
 _FILES = frozenset(
-    {MANIFEST, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2", "train.pte", "eval.pte"}
+    {MANIFEST, WARNINGS, WEIGHTS, "train.onnx", "eval.onnx", "model.pt2", "model-eval.pt2", "train.pte", "eval.pte"}
 )
 _OLD, _NEW = ".maskfleet-old-", ".maskfleet-new-"  # folders within an existing one; a killed export leaves them
 

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from edge_client.bundle import WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
+from edge_client.bundle import WARNINGS, WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
 from edge_client.errors import ModelError, first_fault
 from edge_client.targets import Target, target_type
 from edge_export.files import check_free, write_bundle
@@ -50,6 +50,7 @@ def export_bundle(
     class_names: Sequence[str] = (),
     normalisation: Normalisation | Mapping[str, Any] | None = None,
     between: tuple[float, float] | None = None,
+    warnings: Sequence[str] = (),
 ) -> Bundle:
     """Write `module` as a bundle to `folder` and open it.
 
@@ -79,6 +80,8 @@ def export_bundle(
     between:
         Without one, the lowest and the highest value of samples. A device prints a warning when its samples are far
         outside.
+    warnings:
+        Lines to show where the bundle is used on this machine.
 
     Raises
     ------
@@ -123,6 +126,8 @@ def export_bundle(
         )
     except ValidationError as error:
         raise ModelError(f"the bundle's description does not fit the module: {first_fault(error)}") from None
+    if warnings:
+        parts[WARNINGS] = "".join(f"{line}\n" for line in warnings).encode()
     return write_bundle(with_groups(manifest, graphs), parts, folder)
 
 
