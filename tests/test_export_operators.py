@@ -122,6 +122,25 @@ def test_attention_is_maskable_by_its_projections() -> None:
     ]  # fmt: skip
 
 
+class Reader(nn.Module):
+    """A transformer's encoder whose steps see those before them, by the mask that PyTorch's documentation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.mask = nn.Buffer(nn.Transformer.generate_square_subsequent_mask(5))
+        self.head = nn.Linear(40, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encoder(x, mask=self.mask).flatten(1))
+        return logits
+
+
+def test_an_encoder_takes_a_mask() -> None:
+    assert proved_graphs(Reader(), torch.zeros(2, 5, 8), CLASSIFICATION).shown.output <= 1e-6
+
+
 # --- dropout
 
 

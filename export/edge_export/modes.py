@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import transformer
 
 from edge_client import authored
 from edge_client.errors import ModelError
@@ -55,11 +57,15 @@ def in_evaluation(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def slow_paths() -> Iterator[None]:
-    """Attention layer by layer: outside training PyTorch would run a fused kernel, which calls no part and no hook."""
+    """Attention layer by layer: outside training PyTorch would run a fused kernel, which calls no part and no hook.
+
+    A mask is used as it is. To choose a kernel, PyTorch would compare it with the causal one, which no trace can do.
+    """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with mock.patch.object(transformer, "_detect_is_causal_mask", lambda _mask, said=None, _size=None: bool(said)):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 
