@@ -378,6 +378,14 @@ def test_the_files_of_a_split_are_read_by_devices_and_by_a_simulation_as_the_sam
         split(tmp_path / "run.toml", tmp_path / "parts")
 
 
+def test_a_split_needs_no_methods(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    table = 'bundle = "digits"\nrounds = 1\ncohort = 1\n[data]\nname = "digits"\ndevices = 2\n'
+    (tmp_path / "run.toml").write_text(table)
+    split(tmp_path / "run.toml", tmp_path / "parts")
+    assert {file.name for file in (tmp_path / "parts").glob("*.npz")} == {"device-0.npz", "device-1.npz"}
+
+
 def test_the_names_of_classes_are_written_beside_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for label in ("oak", "ash"):
         for i in range(10):

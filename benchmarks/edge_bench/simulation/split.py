@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edge_bench import own_model, toml_text
+from edge_bench import advice, own_model, toml_text
 from edge_bench.command_line import check_new_folder
 from edge_bench.data import datasets
 from edge_bench.simulation.file import prepare, read_simulation
@@ -31,7 +31,7 @@ def split(
     export --about`.
     """
     check_new_folder(out)
-    checked = read_simulation(config, seed=seed)
+    checked = read_simulation(config, methods=advice.ALONE, seed=seed)  # nothing is trained: any method does
     bundle, divided = prepare(checked)
     about: dict[str, Any] = {}
     if names := bundle.manifest.class_names or divided.classes:
