@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from edge_client import targets
 from edge_client.bundle import WARNINGS, WEIGHTS, Bundle, Input, Manifest, Normalisation, Part, digest
 from edge_client.errors import ModelError, first_fault
 from edge_client.targets import Target, target_type
@@ -167,7 +168,14 @@ def proved_graphs(
     refuse_state(witness, example)
     train = train_graph(module, example, parameters, buffers, free, target)
     evaluation = eval_graph(module, example, parameters, buffers)
+    if isinstance(target, targets.Classification | targets.Sequence) and _maker(evaluation, "logits") == "Softmax":
+        raise ModelError("the module ends with a softmax, and the loss takes one itself; return the logits")
     return Graphs(witness, example, found, train, evaluation, prove(witness, example, train, evaluation))
+
+
+def _maker(graph: ModelProto, name: str) -> str:
+    """The operator whose output is `name`."""
+    return next((str(node.op_type) for node in graph.graph.node if name in node.output), "")
 
 
 class _Named(nn.Module):
