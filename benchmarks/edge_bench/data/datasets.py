@@ -88,7 +88,7 @@ def _chosen(s: Samples, rows: NDArray[np.int64], y: NDArray[Any] | None = None) 
 def _classes(config: DataConfig, s: Samples) -> NDArray[np.int64]:
     """One class a sample, int64[n]. Raises ConfigError for labels that are not classes."""
     if s.y.ndim != 1 or not np.issubdtype(s.y.dtype, np.integer) or s.y.min(initial=0) < 0:
-        raise ConfigError(f"the labels of {config.name} are no classes; leave out `labels`, and divide it otherwise")
+        raise ConfigError(f"the labels of {config.called} are no classes; leave out `labels`, and divide it otherwise")
     return s.y.astype(np.int64)
 
 
@@ -107,7 +107,7 @@ def divide(config: DataConfig, seed: int, found: Samples | None = None) -> tuple
     if natural and s.owner is not None:
         if config.samples is not None or config.labels is not None:
             raise ConfigError(
-                f'`samples` and `labels` do not go with devices by maker; set split = "iid" for {config.name}'
+                f'`samples` and `labels` do not go with devices by maker; set split = "iid" for {config.called}'
             )
         return _by_maker(config, s, s.owner, seed)
     chosen = "" if config.labels is None else " of these labels"
@@ -134,7 +134,7 @@ def _by_maker(config: DataConfig, s: Samples, owner: NDArray[np.int64], seed: in
     makers = np.unique(owner)
     label = source(config.name).maker
     if config.devices is not None and config.devices > len(makers):
-        raise ConfigError(f"{config.name} has {len(makers)} {label}s; devices = {config.devices} is too many")
+        raise ConfigError(f"{config.called} has {len(makers)} {label}s; devices = {config.devices} is too many")
     rows = np.flatnonzero(np.isin(owner, makers[: config.devices]))
     s = _chosen(s, rows)
     if config.inside == "window":
@@ -256,11 +256,11 @@ def _fitted(config: DataConfig, fleet: DeviceFiles, seed: int, manifest: Manifes
     for key in ("split", "samples", "labels", "validation"):
         if key in config.model_fields_set:
             raise ConfigError(
-                f"`{key}` divides a data set, but {config.name} has every device's own file; leave it out"
+                f"`{key}` divides a data set, but {config.called} has every device's own samples; leave it out"
             )
     names = list(fleet.devices)
     if config.devices is not None and config.devices > len(names):
-        raise ConfigError(f"{config.name} has {len(names)} devices; devices = {config.devices} is too many")
+        raise ConfigError(f"{config.called} has {len(names)} devices; devices = {config.devices} is too many")
     shape = manifest.input.shape
     files = {
         name: replace(f, arrays={k: scaling.shaped(a, shape) if k[0] == "x" else a for k, a in f.arrays.items()})
@@ -291,7 +291,7 @@ def _check_memory(config: DataConfig, shares: Mapping[str, Share], manifest: Man
     free = psutil.virtual_memory().available
     if needed > free - _SPARE:
         raise DataError(
-            f"{config.name}: {rows:,} samples of {manifest.input.shape} take {needed / 2**30:.1f} GiB and "
+            f"{config.called}: {rows:,} samples of {manifest.input.shape} take {needed / 2**30:.1f} GiB and "
             f"{free / 2**30:.1f} GiB are free; lower `devices` or `samples`, or give the model smaller ones"
         )
 
