@@ -3,9 +3,9 @@
     from edge_client import Client
     result = Client("https://fleet.example.org", token, "mine.npz").run()
 
-`local` runs a round, `journal` survives a power cut, `edge_client.link` repeats requests; this file calls them in
-order. Nothing here draws random numbers or reads a clock that could reach an update: the same assignment gives the same
-bytes, so a device killed in a round trains it again, or sends the update it had stored, with the same effect.
+`local` runs a round, `journal` survives a power cut, `exchange` has the requests; this file calls them in order.
+Nothing here draws random numbers or reads a clock that could reach an update: the same assignment gives the same bytes.
+So a device killed in a round trains it again, or sends the update it had stored, with the same effect.
 
 A round that cannot be done (training diverged, memory ran out, values were lost, the coordinator refuses the update) is
 reported, and the device asks for work again. Only what asking again cannot mend ends the run: see
@@ -27,6 +27,7 @@ from edge_client.align import Align
 from edge_client.backends import installed
 from edge_client.bundle import digest
 from edge_client.data import DeviceData, read
+from edge_client.device.exchange import OVER, UNFIT, Exchange
 from edge_client.device.journal import Identity, Journal, Pending, Secret
 from edge_client.device.local import Outcome, choose_model, failure_of, run_round
 from edge_client.device.session import Session, enrol, open_session, try_out
@@ -47,33 +48,18 @@ from edge_client.link.transport import Transport
 from edge_client.measure.energy import Meter
 from edge_client.measure.meters import AUTO, choose
 from edge_client.measure.round_cost import RoundCost
-from edge_client.protocol.cost import COST_HEADER, Cost, in_words, to_header
-from edge_client.protocol.messages import (
-    Enrolled,
-    Failure,
-    Finish,
-    Name,
-    Personalise,
-    Receipt,
-    Report,
-    Stopped,
-    Train,
-    Wait,
-    Work,
-)
-from edge_client.protocol.payload import MEDIA_TYPE, decode, encode
+from edge_client.protocol.cost import Cost, in_words, to_header
+from edge_client.protocol.messages import Finish, Name, Personalise, Receipt, Report, Stopped, Train, Wait
+from edge_client.protocol.payload import decode, encode
 
 HOLD = 25.0  # seconds the coordinator may hold a request for work: below the usual 30 s of proxies
 LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link that breaks meanwhile costs the upload
 LEAST_PAUSE = 0.5  # seconds between two requests for work that brought none, whatever the coordinator asks for
 UNREADABLE_MOST = 3  # downlinks in a row that cannot be read; then this version and the coordinator's do not match
 REFUSED_MOST = 5  # updates in a row that the coordinator never takes; then versions or settings do not match
-FAILED_PAUSE = 60.0  # the longest pause after rounds that failed in a row
-OVER = (404, 409, 410)  # an update's or failure's round went on without this device
-UNFIT = (400, 413, 415, 422)  # the coordinator never takes this update: it is too large, or not valid
+FAILED_PAUSE = 60.0  # seconds: the longest pause after rounds that failed in a row
 NO_LEASE = "none"  # after the last round there is none, but the header is due
 
-WORK: TypeAdapter[Work] = TypeAdapter(Work)
 log = logging.getLogger("maskfleet")
 
 
@@ -183,7 +169,7 @@ class _Run:
         self.cost = RoundCost(meter)
         self.failures = 0  # rounds that failed in a row
         self.refused = 0  # updates in a row that were refused for good
-        self.unreadable = 0  # of those that failed, the latest whose downlink could not be read
+        self.unreadable = 0  # rounds in a row that failed because their downlink could not be read
         self.lost_end = False
 
     def go(self, rounds: int | None, once: bool) -> Result:
@@ -194,7 +180,8 @@ class _Run:
             self.say(Event("done", f"the federation was finished before; the model is {client.model}"))
             return Result(identity.device, 0, "finished", report, client.model)
         receipt: Receipt | None = None
-        done, pending, joined = 0, self.journal.pending(), identity.enrolled
+        done, pending = 0, self.journal.pending()
+        joined = None if identity.enrolled is None else Exchange(self.remote, identity.enrolled, self.say)
         if pending is not None and joined is not None:
             self.remote.transport.credential = identity.credential
             self.say(Event("info", f"round {pending.round}: resuming with the update trained before", pending.round))
@@ -208,7 +195,7 @@ class _Run:
             raise
         hold = 0.0  # the first request is answered at once: the answer names what is waited for
         while rounds is None or done < rounds:
-            work = (receipt.work if receipt is not None else None) or self._ask(session.enrolled, hold)
+            work = (receipt.work if receipt is not None else None) or session.exchange.work(hold)
             receipt = None
             if isinstance(work, Stopped):
                 self.say(Event("done", f"the federation is over: {work.reason}"))
@@ -231,14 +218,14 @@ class _Run:
         self.say(Event("done", f"{done} rounds done; run the same command again to go on"))
         return Result(identity.device, done, "paused")
 
-    def _give_up(self, identity: Identity, enrolled: Enrolled, error: Exception) -> None:
+    def _give_up(self, identity: Identity, exchange: Exchange, error: Exception) -> None:
         """Report that this device cannot take up its work again, if a round waits for it."""
         self.remote.transport.credential = identity.credential
         try:
-            work = self._ask(enrolled, 0.0)
+            work = exchange.work(0.0)
             failure = failure_of(error, other="backend")
             if isinstance(work, Train) and failure is not None:
-                self._fail(enrolled, work.round, work.lease, failure)
+                exchange.fail(work.round, work.lease, failure)
         except (ServerError, UnreachableError) as unreported:
             self.say(Event("info", f"the failure was not reported: {unreported}"))
 
@@ -255,10 +242,6 @@ class _Run:
 
     # --- work
 
-    def _ask(self, enrolled: Enrolled, wait: float) -> Work:
-        self.say(Event("asking", f"asking for work, for up to {wait:.0f} s", seconds=wait))
-        return self.remote.ask("GET", f"{enrolled.path}/work", WORK, "asking for work", wait=wait)
-
     def _wait(self, work: Wait, held: float) -> None:
         """Pause as long as the coordinator asks; after the first answer, which was not held, ask again at once."""
         after = max(work.poll_after, LEAST_PAUSE) if held or not self.client.poll else 0.0
@@ -268,17 +251,12 @@ class _Run:
         self.remote.retry.pause(after)
 
     def _downlink(self, session: Session, work: Train | Finish) -> bytes | None:
-        """The payload's bytes; None when the coordinator has dropped it because the round is over."""
+        """The payload's bytes; None, after a pause, when the round is over."""
         check_downlink(session.bundle.manifest, work.downlink_size)
-        path, what = f"{session.enrolled.path}/payloads/{work.downlink}", f"fetching round {work.round}"
-        try:
-            return self.remote.fetch(path, work.downlink_size, work.downlink, what)
-        except ServerError as error:
-            if error.status not in (404, 410):
-                raise
-            self.say(Event("dropped", f"round {work.round} went on without this device: {error}", work.round))
+        data = session.exchange.downlink(work)
+        if data is None:
             self.remote.retry.pause(1.0)
-            return None
+        return data
 
     # --- a round
 
@@ -298,7 +276,7 @@ class _Run:
         text = f"round {work.round}: {figures}, update of {len(pending.update)} bytes; "
         text += in_words(cost.model_dump(exclude_none=True))
         self.say(Event("trained", text, work.round))
-        return self._send(session.enrolled, pending, linger)
+        return self._send(session.exchange, pending, linger)
 
     def _train(self, session: Session, work: Train) -> tuple[Outcome, Cost] | None:
         """The round, trained, and what it cost; None when it is over, or failed and the failure is reported."""
@@ -318,7 +296,7 @@ class _Run:
             if failure is None:
                 raise
             log.debug("round %d failed", work.round, exc_info=True)
-            self._fail(session.enrolled, work.round, work.lease, failure)
+            session.exchange.fail(work.round, work.lease, failure)
             unreadable = isinstance(error, PayloadError) and not isinstance(error, LostError)
             self.unreadable = self.unreadable + 1 if unreadable else 0
             if self.unreadable == UNREADABLE_MOST:
@@ -335,42 +313,19 @@ class _Run:
         delay = min(LEAST_PAUSE * 2.0**self.failures, FAILED_PAUSE)
         self.remote.retry.pause(delay, f"round {round_} failed; asking for work again in {delay:.0f} s")
 
-    def _fail(self, enrolled: Enrolled, round_: int, lease: str, failure: Failure) -> None:
-        """Report that this device cannot do a round, unless the round is over anyway."""
-        text = f"round {round_} failed on this device ({failure.kind}): {failure.reason}"
-        self.say(Event("failed", text, round_))
-        path = f"{enrolled.path}/rounds/{round_}/failures/{enrolled.device}"
-        what = f"reporting the failure of round {round_}"
-        try:
-            self.remote.tell("PUT", path, failure, what, {"Maskfleet-Lease": lease})
-        except ServerError as error:
-            if error.status not in OVER:
-                raise
-            self.say(Event("dropped", f"round {round_} went on without this device: {error}", round_))
-
-    def _send(self, enrolled: Enrolled, pending: Pending, linger: float | None = None) -> Receipt | None:
+    def _send(self, exchange: Exchange, pending: Pending, linger: float | None = None) -> Receipt | None:
         """Upload an update until the coordinator has it, or answers that it does not take it (None)."""
-        path = f"{enrolled.path}/rounds/{pending.round}/updates/{enrolled.device}"
-        headers = {"Content-Type": MEDIA_TYPE, "Maskfleet-Lease": pending.lease}
-        if pending.cost:
-            headers[COST_HEADER] = pending.cost
-        what = f"sending the update of round {pending.round}"
         try:
-            receipt = self.remote.put(path, pending.update, headers, Receipt, what, linger)
+            receipt = exchange.send(pending, linger)
         except ServerError as error:
-            self._refused(enrolled, pending, error)
+            self._refused(exchange, pending, error)
             return None
-        if receipt.sha256 != pending.sha256:
-            raise PayloadError(
-                f"the coordinator acknowledged an update with SHA-256 {receipt.sha256[:12]}..., not the one sent "
-                f"({pending.sha256[:12]}...); check for a proxy that changes bodies"
-            )
         self.failures = self.refused = 0
         self.journal.acknowledge(pending.round)
         self.say(Event("sent", f"round {pending.round}: the coordinator has the update", pending.round))
         return receipt
 
-    def _refused(self, enrolled: Enrolled, pending: Pending, error: ServerError) -> None:
+    def _refused(self, exchange: Exchange, pending: Pending, error: ServerError) -> None:
         """Drop an update whose round went on without it; report and drop one that is unfit; raise any other refusal.
 
         After REFUSED_MOST unfit ones in a row the last refusal is raised too.
@@ -382,7 +337,7 @@ class _Run:
         if error.status in UNFIT:
             failure = failure_of(error, other="refused")
             assert failure is not None
-            self._fail(enrolled, pending.round, pending.lease, failure)
+            exchange.fail(pending.round, pending.lease, failure)
             self.refused += 1
             if self.refused == REFUSED_MOST:
                 raise error
@@ -413,7 +368,7 @@ class _Run:
             if self.lost_end or failure is None:
                 raise
             self.lost_end = True  # the next one is whole
-            self._fail(session.enrolled, work.round, NO_LEASE, failure)
+            session.exchange.fail(work.round, NO_LEASE, failure)
             self.remote.retry.pause(1.0)
             return None
         self.say(Event("info", f"keeping the {chosen.source} model: {chosen.why}"))
@@ -429,8 +384,7 @@ class _Run:
         report = conclude(
             session.bundle, task, chosen.personal, client.model, client.threads, client.align, facts
         ).model_copy(update={"source": chosen.source})
-        path = f"{enrolled.path}/devices/{enrolled.device}/report"
-        self.remote.tell("PUT", path, report, "sending the report")
+        session.exchange.report(report)
         self.journal.finish(report)
         for line in remarks(session.method, task, chosen.personal, report, self.journal.took_part):
             self.say(Event("info", line))

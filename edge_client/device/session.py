@@ -9,6 +9,7 @@ from pathlib import Path
 from edge_client.backends import DEFAULT_BACKEND, check_parts
 from edge_client.bundle import Bundle
 from edge_client.data import DataFile, DeviceData, check, doubts, fit
+from edge_client.device.exchange import Exchange
 from edge_client.device.journal import Identity, Journal
 from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetError, ServerError
 from edge_client.events import Event, OnEvent
@@ -24,7 +25,7 @@ from edge_client.training import Trainer, open_trainer
 class Session:
     """What stays the same through a run."""
 
-    enrolled: Enrolled
+    exchange: Exchange
     bundle: Bundle
     method: Method
     course: Course
@@ -32,6 +33,11 @@ class Session:
     data: DeviceData
     secret: int
     personalise: Personalise
+
+    @property
+    def enrolled(self) -> Enrolled:
+        """The coordinator's answer to the enrolment."""
+        return self.exchange.enrolled
 
     def task(
         self, round_: int, place: int = 0, rounds: int | None = None, watch: Callable[[Progress], None] | None = None
@@ -111,8 +117,9 @@ def open_session(
     remote.transport.name_engine(backend)
     course = Course(bundle.model(), enrolled.seed, enrolled.rounds, enrolled.cohort)
     return Session(
-        enrolled, bundle, method, course, trainer, data, identity.secret, personalise or enrolled.personalise
-    )
+        Exchange(remote, enrolled, say), bundle, method, course, trainer, data, identity.secret,
+        personalise or enrolled.personalise,
+    )  # fmt: skip
 
 
 def try_out(session: Session) -> None:
