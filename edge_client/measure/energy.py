@@ -95,47 +95,48 @@ class Energy:
 
 def joules(trace: Trace, start: float, end: float) -> Energy:
     """Energy from `start` to `end`, times of `time.monotonic`. Raises MeterError when the trace does not cover them."""
+    _check_covers(trace, start, end)
     times, values = trace.times, trace.values
+    if trace.unit == "J":
+        times, values = _prolonged(times, values, start, end)
+    low, high = np.searchsorted(times, [start, end], "right")
+    t = np.concatenate([[start], times[low:high][times[low:high] < end], [end]])
+    v = np.interp(t, times, values)
+    # The intervals that the window touches, whole: their ends are samples.
+    around = slice(max(low - 1, 0), min(high + 1, len(times)))
+    rounding = trace.accuracy.step / 12**0.5
+    if trace.unit == "W":
+        power, changes, used = v, np.abs(np.diff(v)), np.diff(t)
+        total = float(np.dot(used, (v[1:] + v[:-1]) / 2))
+        rounding *= float(np.sqrt(np.sum(used**2)))
+    else:
+        gaps = np.diff(times[around])
+        power = np.diff(values[around]) / gaps
+        # Between two readings of a counter nothing is lost: only the window's two ends are uncertain.
+        changes, used = np.full(2, np.ptp(power) if len(power) > 1 else 0.0), gaps[[0, -1]]
+        total = float(v[-1] - v[0])
+    late = used > LATE * trace.period
+    spread = np.where(late, np.maximum(changes, np.std(power)), changes)
+    # A change of power somewhere within an interval moves the trapezoid by up to half of it: uniform, so /sqrt(12).
+    sampling = float(np.sqrt(np.sum((spread * used) ** 2) / 12))
+    edges = trace.skew * float(np.ptp(power)) if len(power) else 0.0
+    return Energy(
+        total, end - start, int(high - low), lost(times[around], trace.period), trace.clipped,
+        hypot(sampling, rounding, edges), trace.accuracy,
+    )  # fmt: skip
+
+
+def _check_covers(trace: Trace, start: float, end: float) -> None:
+    """Raise MeterError unless the trace covers the window from `start` to `end`, nearly."""
+    times, reach = trace.times, REACH * trace.period + trace.skew
     if not end > start:
         raise MeterError(f"a window from {start:.3f} to {end:.3f} s has no length; measure for longer")
-    reach = REACH * trace.period + trace.skew
     if len(times) < 2 or times[0] > start + reach or times[-1] < end - reach:
         covered = f"from {times[0] - start:+.2f} to {times[-1] - start:+.2f} s" if len(times) else "no time at all"
         raise MeterError(
             f"the meter's recording covers {covered} of a window of {end - start:.2f} s; start it earlier, stop it "
             "later, and see that it sampled throughout"
         )
-    if trace.unit == "J":
-        times, values = _prolonged(times, values, start, end)
-    low, high = np.searchsorted(times, [start, end], "right")
-    t = np.concatenate([[start], times[low:high][times[low:high] < end], [end]])
-    v = np.interp(t, times, values)
-    steps = np.diff(t)
-    # The intervals that the window touches, whole: their ends are samples.
-    around = slice(max(low - 1, 0), min(high + 1, len(times)))
-    gaps = np.diff(times[around])
-    if trace.unit == "W":
-        total = float(np.dot(steps, (v[1:] + v[:-1]) / 2))
-        power, used = v, steps
-        changes = np.abs(np.diff(v))
-    else:
-        total = float(v[-1] - v[0])
-        power = np.diff(values[around]) / gaps
-        # Between two readings of a counter nothing is lost: only the window's two ends are uncertain.
-        changes = np.full(2, np.ptp(power) if len(power) > 1 else 0.0)
-        used = gaps[[0, -1]]
-    late = used > LATE * trace.period
-    spread = np.where(late, np.maximum(changes, np.std(power)), changes)
-    # A change of power somewhere within an interval moves the trapezoid by up to half of it: uniform, so /sqrt(12).
-    sampling = float(np.sqrt(np.sum((spread * used) ** 2) / 12))
-    rounding = trace.accuracy.step / 12**0.5
-    if trace.unit == "W":
-        rounding *= float(np.sqrt(np.sum(used**2)))
-    edges = trace.skew * float(np.ptp(power)) if len(power) else 0.0
-    return Energy(
-        total, end - start, int(high - low), lost(times[around], trace.period), trace.clipped,
-        hypot(sampling, rounding, edges), trace.accuracy,
-    )  # fmt: skip
 
 
 def _prolonged(times: F64, values: F64, start: float, end: float) -> tuple[F64, F64]:

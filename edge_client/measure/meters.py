@@ -89,19 +89,24 @@ def choose(
     name, _, words = asked.partition(":")
     if name == NONE:
         return Choice(None, "no energy meter: switched off", {})
-    if name != AUTO:
-        family = found.get(name)
-        if name in faults:
-            raise MeterError(f"meter {name!r} {faults[name]}")
-        if family is None:
-            near = suggestion(name, found)
-            raise ConfigError(f"there is no meter {name!r}; choose {AUTO}, {NONE} or one of {sorted(found)}{near}")
-        if family.where not in (where, "apart"):
-            raise ConfigError(f"meter {name} measures {OF[family.where]}, and the model runs on {OF[where]}")
-        if family.exported and not exported:
-            raise ConfigError(f"meter {name} reads a file exported by hand: it is for `maskfleet bench` alone")
-        meter = family.find({**_known(family, more), **_options(name, family, words)})
-        return Choice(meter, f"meter {meter.name}: {meter.what}", {})
+    if name == AUTO:
+        return _first(found, faults, where, more)
+    if name in faults:
+        raise MeterError(f"meter {name!r} {faults[name]}")
+    family = found.get(name)
+    if family is None:
+        near = suggestion(name, found)
+        raise ConfigError(f"there is no meter {name!r}; choose {AUTO}, {NONE} or one of {sorted(found)}{near}")
+    if family.where not in (where, "apart"):
+        raise ConfigError(f"meter {name} measures {OF[family.where]}, and the model runs on {OF[where]}")
+    if family.exported and not exported:
+        raise ConfigError(f"meter {name} reads a file exported by hand: it is for `maskfleet bench` alone")
+    meter = family.find({**_known(family, more), **_options(name, family, words)})
+    return Choice(meter, f"meter {meter.name}: {meter.what}", {})
+
+
+def _first(found: Mapping[str, Family], faults: Mapping[str, str], where: Where, more: Options) -> Choice:
+    """The meter of lowest rank that is there, and why not each of the others."""
     others = dict(faults)
     taken: Meter | None = None
     for key, family in sorted(found.items(), key=lambda item: (item[1].rank, item[0])):
