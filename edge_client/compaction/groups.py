@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, numpy_helper
 
 from edge_client.compaction.chains import straighten
-from edge_client.compaction.labels import Labelled
+from edge_client.compaction.labels import Atoms, Labelled
 from edge_client.compaction.net import Shape
 from edge_client.compaction.preparation import prepare
 
@@ -42,27 +42,61 @@ def find_groups(model: ModelProto, tensors: Mapping[str, Shape], sample: Shape, 
     return _collected(found)
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Where atoms lie: atom a at `entry[a]` of `axes[axis[a]]`; `axis` is -1 where no layer makes or reads it."""
+
+    axes: list[tuple[str, int]]
+    axis: NDArray[np.int64]
+    entry: NDArray[np.int64]
+
+
+Family = tuple[tuple[int, int], ...]
+"""What channels of one group have in common: of each axis, by number, how many of its entries leave with a channel."""
+
+
 def _collected(found: Labelled) -> Found:
-    atoms = found.atoms
+    """Channels of one family are a group, unless there is only one."""
+    atoms, forward, places = found.atoms, _forward(found), _located(found.atoms)
+    families, stopped = _families(atoms, places)
+    groups = []
+    for family, channels in families.items():
+        if len(channels) < 2:
+            for k, _ in family:
+                if atoms.roles[places.axes[k]] == "makes":
+                    stopped.setdefault(places.axes[k][0], "all its channels hang together")
+            continue
+        groups.append(_group(atoms, places, family, channels, forward))
+    groups.sort(key=lambda g: min((forward.get(p.tensor, len(forward)), p.of(g.size).min()) for p in g.at("makes")))
+    weights = {name for (name, _), role in atoms.roles.items() if role == "makes"}
+    last = max(weights, key=lambda name: forward.get(name, -1), default="")
+    names = sorted((n for n in stopped if _layer(n) != _layer(last)), key=lambda n: forward.get(n, len(forward)))
+    return Found(_named(groups), tuple(dict.fromkeys(f"{_layer(n)}: {stopped[n]}" for n in names)))
+
+
+def _located(atoms: Atoms) -> _Places:
     axes = [key for key in atoms.first if key in atoms.roles]
-    tensor = np.full(len(atoms.root), -1)
-    entry = np.zeros(len(atoms.root), np.int64)
-    for k, (name, axis) in enumerate(axes):
-        low, n = atoms.first[name, axis], atoms.tensors[name][axis]
-        tensor[low : low + n] = k
+    axis, entry = np.full(len(atoms.root), -1), np.zeros(len(atoms.root), np.int64)
+    for k, (name, at) in enumerate(axes):
+        low, n = atoms.first[name, at], atoms.tensors[name][at]
+        axis[low : low + n] = k
         entry[low : low + n] = np.arange(n)
-    used = np.flatnonzero(tensor >= 0)
+    return _Places(axes, axis, entry)
+
+
+def _families(atoms: Atoms, places: _Places) -> tuple[dict[Family, list[NDArray[np.int64]]], dict[str, str]]:
+    """The channels of each family, a channel as its atoms; and by weight why its channels cannot leave."""
+    used = np.flatnonzero(places.axis >= 0)
     fixed = {int(atoms.root[a]): why for a, why in atoms.fixed.items()}
     by_root: dict[int, list[int]] = {}
     for atom in used[np.argsort(atoms.root[used], kind="stable")]:
         by_root.setdefault(int(atoms.root[atom]), []).append(int(atom))
-    families: dict[tuple[tuple[int, int], ...], list[NDArray[np.int64]]] = {}
+    families: dict[Family, list[NDArray[np.int64]]] = {}
     stopped: dict[str, str] = {}
-    forward = _forward(found)
     for root, members in by_root.items():
         own = np.array(members)
-        kinds, counts = np.unique(tensor[own], return_counts=True)
-        makers = [axes[k][0] for k in kinds if atoms.roles[axes[k]] == "makes"]
+        kinds, counts = np.unique(places.axis[own], return_counts=True)
+        makers = [places.axes[k][0] for k in kinds if atoms.roles[places.axes[k]] == "makes"]
         if not makers:
             continue
         if root in fixed:
@@ -70,19 +104,7 @@ def _collected(found: Labelled) -> Found:
                 stopped.setdefault(name, fixed[root])
             continue
         families.setdefault(tuple(zip(kinds.tolist(), counts.tolist(), strict=True)), []).append(own)
-    groups = []
-    for signature, channels in families.items():
-        if len(channels) < 2:
-            for k, _ in signature:
-                if atoms.roles[axes[k]] == "makes":
-                    stopped.setdefault(axes[k][0], "all its channels hang together")
-            continue
-        groups.append(_group(found, axes, tensor, entry, signature, channels, forward))
-    groups.sort(key=lambda g: min((forward.get(p.tensor, len(forward)), p.of(g.size).min()) for p in g.at("makes")))
-    weights = {name for (name, _), role in atoms.roles.items() if role == "makes"}
-    last = max(weights, key=lambda name: forward.get(name, -1), default="")
-    names = sorted((n for n in stopped if _layer(n) != _layer(last)), key=lambda n: forward.get(n, len(forward)))
-    return Found(_named(groups), tuple(dict.fromkeys(f"{_layer(n)}: {stopped[n]}" for n in names)))
+    return families, stopped
 
 
 def _layer(tensor: str) -> str:
@@ -108,29 +130,24 @@ def _forward(found: Labelled) -> dict[str, int]:
 
 
 def _group(
-    found: Labelled,
-    axes: list[tuple[str, int]],
-    tensor: NDArray[np.int64],
-    entry: NDArray[np.int64],
-    signature: tuple[tuple[int, int], ...],
-    channels: list[NDArray[np.int64]],
-    forward: Mapping[str, int],
+    atoms: Atoms, at: _Places, family: Family, channels: list[NDArray[np.int64]], forward: Mapping[str, int]
 ) -> ChannelGroup:
+    """The group of a family's channels, in the order of their entries in the first layer that makes them."""
     table = np.stack(channels)  # [channels, places of one]
-    kinds = tensor[table]
+    kinds, most = at.axis[table], np.iinfo(np.int64).max
     first = min(
-        (k for k, _ in signature if found.atoms.roles[axes[k]] == "makes"),
-        key=lambda k: forward.get(axes[k][0], len(forward)),
+        (k for k, _ in family if atoms.roles[at.axes[k]] == "makes"),
+        key=lambda k: forward.get(at.axes[k][0], len(forward)),
     )
-    own = np.where(kinds == first, entry[table], np.iinfo(np.int64).max).min(axis=1)
+    own = np.where(kinds == first, at.entry[table], most).min(axis=1)
     table, kinds = table[np.argsort(own)], kinds[np.argsort(own)]
     places: list[Place] = []
-    for k, count in signature:
-        entries = np.sort(np.where(kinds == k, entry[table], np.iinfo(np.int64).max), axis=1)[:, :count]
-        name, axis = axes[k]
-        places += _places(name, axis, found.atoms.roles[axes[k]], entries)
+    for k, count in family:
+        entries = np.sort(np.where(kinds == k, at.entry[table], most), axis=1)[:, :count]
+        name, axis = at.axes[k]
+        places += _places(name, axis, atoms.roles[name, axis], entries)
     places.sort(key=lambda p: (forward.get(p.tensor, len(forward)), p.axis))
-    return ChannelGroup(_layer(axes[first][0]), len(table), tuple(places))
+    return ChannelGroup(_layer(at.axes[first][0]), len(table), tuple(places))
 
 
 def _places(tensor: str, axis: int, role: Role, entries: NDArray[np.int64]) -> list[Place]:

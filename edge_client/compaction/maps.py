@@ -250,43 +250,47 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
     whole = [k for k in pieces if w.study.shape(node.input[k]) == shape]
     if len(pieces) == len(whole) == 1 and _alone(w, node, found, whole[0]):
         return
-    # An axis that all inputs list alike keeps its list. Of others only the wanted entries stay; along the last axis,
-    # where gathers are slow, all entries of the input that has the most of them.
-    lists = {k: w.lists(node.input[k]) for k in pieces}
-    target = []
-    for axis, wanted in enumerate(w.study.wanted(out)):
-        here: list[NDArray[np.int64]] = []
-        for k, own in lists.items():
-            at = axis - rank + len(own)
-            if at >= 0 and w.study.shape(node.input[k])[at] == shape[axis]:
-                here.append(own[at])
-        same = bool(here) and all(np.array_equal(here[0], other) for other in here[1:])
-        enough = [own for own in here if np.isin(wanted, own).all() and (same or (own >= 0).all())]
-        if enough and (same or axis == rank - 1):
-            kept = max(enough, key=len)
-        else:
-            more = extended(w, max(here, key=len), wanted) if here and axis == 1 < rank - 1 else None
-            kept = wanted if more is None else more
-        target.append(kept if found.apart[axis] else np.arange(shape[axis]))
+    target = _target(w, out, [node.input[k] for k in pieces], found.apart)
     inputs = []
     for k, v in enumerate(node.input):
         if k in data:
-            size = w.study.shape(v)
             own = [
-                target[axis + rank - len(size)]
-                if found.apart[axis + rank - len(size)] and n == shape[axis + rank - len(size)]
-                else np.arange(n)
-                for axis, n in enumerate(size)
+                target[at] if found.apart[at] and n == shape[at] else np.arange(n)
+                for at, n in enumerate(w.study.shape(v), rank - len(w.study.shape(v)))
             ]
             inputs.append(w.adapted(v, own, pooled=node.op_type.endswith("Pool")))
         else:
             inputs.append(_parameter(w, node, k, found, target))
-    # An input that broadcasts does not make the output's full size when the larger one is a constant.
-    if not any(w.study.shape(node.input[k]) == shape for k in pieces) and rank and not pieces:
+    if rank and not pieces:
         raise CompactionError(f"node {out!r} has no varying input")
     ids = w.grid(out, target)
     made = w.emit(node.op_type, inputs, **settings(node))
     w.put(out, made, ids if node.op_type in _KEEP_ZERO else np.maximum(ids, -1))
+
+
+def _target(w: Writer, out: str, inputs: list[str], apart: tuple[bool, ...]) -> list[NDArray[np.int64]]:
+    """The entries of each axis of `out` that are written, an output of a map of the varying `inputs`.
+
+    An axis that all inputs list alike keeps its list. Of others only the wanted entries stay; along the last axis,
+    where gathers are slow, all entries of the input that has the most of them. A mixed axis stays whole.
+    """
+    shape, target = w.study.shape(out), []
+    lists = {v: w.lists(v) for v in inputs}
+    for axis, wanted in enumerate(w.study.wanted(out)):
+        here: list[NDArray[np.int64]] = []
+        for v, own in lists.items():
+            at = axis - len(shape) + len(own)
+            if at >= 0 and w.study.shape(v)[at] == shape[axis]:
+                here.append(own[at])
+        same = bool(here) and all(np.array_equal(here[0], other) for other in here[1:])
+        enough = [own for own in here if np.isin(wanted, own).all() and (same or (own >= 0).all())]
+        if enough and (same or axis == len(shape) - 1):
+            kept = max(enough, key=len)
+        else:
+            more = extended(w, max(here, key=len), wanted) if here and axis == 1 < len(shape) - 1 else None
+            kept = wanted if more is None else more
+        target.append(kept if apart[axis] else np.arange(shape[axis]))
+    return target
 
 
 def _alone(w: Writer, node: NodeProto, found: Behaviour, k: int) -> bool:

@@ -13,8 +13,8 @@ no gather and no padding where they meet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from onnx import NodeProto
@@ -26,17 +26,19 @@ from edge_client.graph.nodes import settings
 
 Forced = Mapping[str, Bools]
 """The channels that come back, bool[channels], by the layer's output."""
+Axis = tuple[str, int]
+"""A value and its axis of channels."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Values with the same `size` channels, as (name, channel axis). `layers` make them, `depthwise` keep them apart.
+    """Values with the same `size` channels. `layers` make them, `depthwise` keep them apart.
 
     `readers` are the layers that contract them.
     """
 
     size: int
-    values: tuple[tuple[str, int], ...]
+    values: tuple[Axis, ...]
     layers: tuple[NodeProto, ...]
     depthwise: tuple[NodeProto, ...]
     readers: tuple[NodeProto, ...]
@@ -49,18 +51,43 @@ class Stream:
 
 def streams(s: Study) -> list[Stream]:
     """The streams that layers make, without the model's input and output."""
-    net = s.net
-    parent: dict[tuple[str, int], tuple[str, int]] = {}
+    found = _linked(s)
+    every = (_stream(s, found, top, values) for top, values in found.members().items())
+    return [stream for stream in every if stream is not None]
 
-    def root(at: tuple[str, int]) -> tuple[str, int]:
-        parent.setdefault(at, at)
-        while parent[at] != at:
-            at = parent[at]
+
+@dataclass
+class _Links:
+    """Axes whose channels are the same one by one, and the axes that layers make, keep apart and read."""
+
+    made: list[tuple[NodeProto, Axis]] = field(default_factory=list)
+    depthwise: list[tuple[NodeProto, Axis]] = field(default_factory=list)
+    read: list[tuple[NodeProto, Axis]] = field(default_factory=list)
+    parent: dict[Axis, Axis] = field(default_factory=dict)
+
+    def root(self, at: Axis) -> Axis:
+        """One axis for all that are linked with `at`."""
+        self.parent.setdefault(at, at)
+        while self.parent[at] != at:
+            at = self.parent[at]
         return at
 
-    made: list[tuple[NodeProto, tuple[str, int]]] = []
-    apart: list[tuple[NodeProto, tuple[str, int]]] = []
-    read: list[tuple[NodeProto, tuple[str, int]]] = []
+    def link(self, a: Axis, b: Axis) -> None:
+        """The channels of `a` are those of `b`."""
+        top = self.root(b)
+        self.parent[self.root(a)] = top
+
+    def members(self) -> dict[Axis, list[Axis]]:
+        """The axes by their root."""
+        found: dict[Axis, list[Axis]] = {}
+        for at in list(self.parent):
+            found.setdefault(self.root(at), []).append(at)
+        return found
+
+
+def _linked(s: Study) -> _Links:
+    """What each node of the graph links."""
+    net, found = s.net, _Links()
     for node in net.nodes:
         out = node.output[0]
         if out not in s.varies or not s.varies[out].any():
@@ -68,48 +95,38 @@ def streams(s: Study) -> list[Stream]:
         shape = s.shape(out)
         if convolutions.is_convolution(s, node):
             if is_depthwise(s, node):
-                parent[root((node.input[0], 1))] = root((out, 1))
-                apart.append((node, (out, 1)))
+                found.link((node.input[0], 1), (out, 1))
+                found.depthwise.append((node, (out, 1)))
             elif settings(node).get("group", 1) == 1:
-                made.append((node, (out, 1)))
-                read.append((node, (node.input[0], 1)))
+                found.made.append((node, (out, 1)))
+                found.read.append((node, (node.input[0], 1)))
         elif products.is_product(s, node):
             if net.data(node) == [0] and len(s.shape(node.input[1])) == 2:
-                made.append((node, (out, len(shape) - 1)))
-                read.append((node, (node.input[0], len(s.shape(node.input[0])) - 1)))
-        elif (found := maps.behaviour(s, node)) is not None:
+                found.made.append((node, (out, len(shape) - 1)))
+                found.read.append((node, (node.input[0], len(s.shape(node.input[0])) - 1)))
+        elif (behaviour := maps.behaviour(s, node)) is not None:
             for k in net.data(node):
                 size = s.shape(node.input[k])
                 for axis, n in enumerate(size):
                     same = axis + len(shape) - len(size)
-                    if n > 1 and found.apart[same] and n == shape[same]:
-                        parent[root((node.input[k], axis))] = root((out, same))
-    members: dict[tuple[str, int], list[tuple[str, int]]] = {}
-    for _, at in (*made, *apart):
-        root(at)
-    for at in list(parent):
-        members.setdefault(root(at), []).append(at)
-    return list(_streams(s, members, made, apart, read, root))
+                    if n > 1 and behaviour.apart[same] and n == shape[same]:
+                        found.link((node.input[k], axis), (out, same))
+    for _, at in (*found.made, *found.depthwise):
+        found.root(at)  # also of an axis that is linked with no other
+    return found
 
 
-def _streams(
-    s: Study,
-    members: Mapping[tuple[str, int], list[tuple[str, int]]],
-    made: list[tuple[NodeProto, tuple[str, int]]],
-    apart: list[tuple[NodeProto, tuple[str, int]]],
-    read: list[tuple[NodeProto, tuple[str, int]]],
-    root: Callable[[tuple[str, int]], tuple[str, int]],
-) -> Iterator[Stream]:
-    for top, values in members.items():
-        layers = tuple(n for n, at in made if root(at) == top)
-        names = {name for name, _ in values}
-        sizes = {s.shape(name)[axis] for name, axis in values}
-        if not layers or len(sizes) != 1 or s.net.output in names or s.net.input in names:
-            continue
-        depthwise = tuple(n for n, at in apart if root(at) == top)
-        within = frozenset(values)
-        readers = tuple(n for n, at in read if at in within)
-        yield Stream(sizes.pop(), tuple(values), layers, depthwise, readers)
+def _stream(s: Study, found: _Links, top: Axis, values: list[Axis]) -> Stream | None:
+    """The stream of the linked axes `values`, whose root is `top`; None where no layer makes it, or not all of it."""
+    layers = tuple(n for n, at in found.made if found.root(at) == top)
+    names = {name for name, _ in values}
+    sizes = {s.shape(name)[axis] for name, axis in values}
+    if not layers or len(sizes) != 1 or s.net.output in names or s.net.input in names:
+        return None
+    depthwise = tuple(n for n, at in found.depthwise if found.root(at) == top)
+    within = frozenset(values)
+    readers = tuple(n for n, at in found.read if at in within)
+    return Stream(sizes.pop(), tuple(values), layers, depthwise, readers)
 
 
 def is_depthwise(s: Study, node: NodeProto) -> bool:
