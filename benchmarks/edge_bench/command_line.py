@@ -82,16 +82,16 @@ def check_new_folder(path: Path) -> None:
         raise ConfigError(f"{path} is {'not empty' if path.is_dir() else 'a file'}; name an empty or a new folder")
 
 
-def check_folder(path: Path, option: str = "--out") -> None:
-    """Raise ConfigError, naming the `option` that gave the path, when no file could be written into this folder.
+def check_folder(path: Path) -> None:
+    """Raise ConfigError when no file could be written into this folder, the one that `--out` names.
 
     A folder that is not there yet is made later.
     """
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not there.is_dir():
-        raise ConfigError(f"{option} {path}: {there} is a file; name a folder")
+        raise ConfigError(f"--out {path}: {there} is a file; name a folder")
     if not os.access(there, os.W_OK):
-        raise ConfigError(f"{option} {path} cannot be written: permission denied; name another folder")
+        raise ConfigError(f"--out {path} cannot be written: permission denied; name another folder")
 
 
 def check_plot(path: Path | None, json_file: Path | None) -> None:

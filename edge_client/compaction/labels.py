@@ -213,7 +213,7 @@ class Labelled:
 
     def _product(self, node: NodeProto) -> None:
         net, atoms = self.net, self.atoms
-        first, second, transposed, third = products.operands(self.study, node)
+        first, second, transposed, third = products.operands(node)
         if second in net.constants and len(net.shapes[second]) == 2 and first in self.labels:
             ids, x = net.ids.get(second), self.labels[first]
             self._read(self._lines(x, x.ndim - 1, node), atoms.along(ids, int(transposed), "reads"))

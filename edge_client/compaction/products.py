@@ -20,7 +20,7 @@ from edge_client.compaction.writer import Writer
 from edge_client.graph.nodes import settings
 
 
-def operands(s: Study, node: NodeProto) -> tuple[str, str, bool, str]:
+def operands(node: NodeProto) -> tuple[str, str, bool, str]:
     """Both factors of a `MatMul` or `Gemm`, whether the second is transposed, and the bias."""
     if node.op_type == "MatMul":
         return node.input[0], node.input[1], False, ""
@@ -80,7 +80,7 @@ def _cancels(s: Study, value: str, rows: Ids) -> bool:
 
 def _second(s: Study, node: NodeProto) -> Facts:
     """The second factor. Before a softmax, entries that are equal for all columns count as zero."""
-    _, name, transposed, _ = operands(s, node)
+    _, name, transposed, _ = operands(node)
     value, varies, label = _factor(s, name, transposed)
     if node.op_type == "MatMul" and name in s.varies and _shift_free(s, node):
         flat = ~varies.any(axis=-1, keepdims=True) & (value == value[..., :1]).all(axis=-1, keepdims=True)
@@ -117,7 +117,7 @@ def _any(a: Bools, b: Bools) -> Bools:
 
 
 def _product_forward(s: Study, node: NodeProto) -> None:
-    first, second, _, bias = operands(s, node)
+    first, second, _, bias = operands(node)
     a, a_varies, a_label = _factor(s, first, False)
     b, b_varies, b_label = _second(s, node)
     varies = _any(a_varies, b_varies | (b != 0)) | _any(a_varies | (a != 0), b_varies)
@@ -137,7 +137,7 @@ def _product_forward(s: Study, node: NodeProto) -> None:
 
 
 def _product_backward(s: Study, node: NodeProto) -> None:
-    first, second, transposed, _ = operands(s, node)
+    first, second, transposed, _ = operands(node)
     live = s.live(node.output[0])
     a, b = _factor(s, first, False), _second(s, node)
     some = [x.varies | (x.value != 0) for x in (a, b)]
@@ -161,7 +161,7 @@ def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:
 
 def _product_rewrite(w: Writer, node: NodeProto) -> None:
     s = w.study
-    first, second, transposed, third = operands(s, node)
+    first, second, transposed, third = operands(node)
     if second in s.net.constants and len(s.shape(second)) == 2 and first in w.pieces:
         _linear(w, node, first, second, transposed, third)
     elif node.op_type == "Gemm":
@@ -211,7 +211,7 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
     w.put(out, made, np.where((ids < 0) & (rows == -2), -2, ids))
 
 
-def _needed(s: Study, node: NodeProto, first: str, second: str) -> Bools:
+def _needed(s: Study, node: NodeProto, first: str) -> Bools:
     """Per batch entry, the contracted entries that must be in both factors, bool[..., k]."""
     a, b = s.facts(first), _second(s, node)
     live = s.live(node.output[0])
@@ -228,7 +228,7 @@ def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:
     """A product of which both factors may vary: the same entries of the contracted axis in both."""
     s, out = w.study, node.output[0]
     shape, target = s.shape(out), s.wanted(out)
-    need = _needed(s, node, first, second)
+    need = _needed(s, node, first)
     due = np.flatnonzero(need.any(axis=tuple(range(need.ndim - 1))))
     if w.net.moving[first][-1]:
         due = np.arange(s.shape(first)[-1])
@@ -274,7 +274,7 @@ def _ragged(w: Writer, node: NodeProto, first: str, second: str) -> bool:
         columns = np.where(some(other >= 0, -1, keepdims=True), columns, np.arange(width))
     if ((a == -1).any() or (b == -1).any()) and not (_zero(a, -1, summed) and _zero(b, -2, summed)):
         return False
-    need = _needed(s, node, first, second)
+    need = _needed(s, node, first)
     lead, k = need.shape[:-1], need.shape[-1]
     held = np.zeros((*lead, k + 1), np.bool_)
     np.put_along_axis(held, np.broadcast_to(np.where(summed >= 0, summed, k), (*lead, summed.shape[-1])), True, -1)

@@ -58,7 +58,7 @@ def _made(node: NodeProto) -> str:
     return str(next(o for o in node.output if o))
 
 
-def _starts(s: Study, node: NodeProto) -> list[str]:
+def _starts(node: NodeProto) -> list[str]:
     return [node.input[k] for k in (5, 6) if len(node.input) > k and node.input[k]]
 
 
@@ -66,7 +66,7 @@ def _forward(s: Study, node: NodeProto) -> None:
     inputs, units = _links(s, node)
     moves = some(s.facts(node.input[0]).varies, (0, 1))
     varies = some(inputs & moves, 2)
-    for name in _starts(s, node):
+    for name in _starts(node):
         varies = varies | s.facts(name).varies[:, 0]
     for _ in range(units.shape[1]):
         more = varies | (units & varies[:, None, :]).any(axis=2)
@@ -103,7 +103,7 @@ def _backward(s: Study, node: NodeProto) -> None:
     inputs, _ = _links(s, node)
     read = (inputs & live[:, :, None]).any(axis=(0, 1))
     s.mark(node.input[0], np.broadcast_to(read, s.shape(node.input[0])))
-    for name in _starts(s, node):
+    for name in _starts(node):
         s.mark(name, np.broadcast_to(live[:, None], s.shape(name)))
     s.notes["live", tuple(node.output)] = live
 
@@ -285,7 +285,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
     due = np.flatnonzero((inputs & live[:, :, None]).any(axis=(0, 1)) & moves)
     lists = w.lists(name)
     columns = worth(w, lists[2], due, gates * int(live.sum()), last=True)
-    free = not any(s.facts(v).varies.any() for v in _starts(s, node))
+    free = not any(s.facts(v).varies.any() for v in _starts(node))
     made = _fewest(node, _wholes(s, node, live, columns), len(columns), free)
     _note(w, node, live, made)
     most = max(1, *(len(way.own) for way in made))
@@ -334,7 +334,7 @@ def _note(w: Writer, node: NodeProto, live: Bools, made: list[_Way]) -> None:
         kept = way.own[way.own >= 0]
         used = some(way.weight != 0, (0, 2)) | some(way.recurrent != 0, (0, 2))
         idle = int((~used[: len(kept)]).sum())
-        if idle and any(w.study.facts(v).varies.any() for v in _starts(w.study, node)):
+        if idle and any(w.study.facts(v).varies.any() for v in _starts(node)):
             w.stays(_made(node), f"keeps units without weights ({idle}), which carry their start on")
         if most > len(way.own):
             w.stays(_made(node), f"gives both directions {most} units; one needs {len(way.own)}")

@@ -49,7 +49,7 @@ def content_digest(data: bytes) -> str:
 
 
 class Transport:
-    """One coordinator, spoken to by one device. `credential` is sent with every request once it is set."""
+    """The connection of one device to its coordinator. `credential` is sent with every request once it is set."""
 
     def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
         """`transport` is httpx's, a seam for tests. Raises ConfigError for an address that is not http."""
@@ -139,14 +139,14 @@ class Limit(Timer):
                 socket.socket.shutdown(stream.get_extra_info("socket"), socket.SHUT_RDWR)
 
 
-def body(response: httpx.Response, most: int = MESSAGE_MOST) -> bytes:
-    """The body of an answer. Raises Transient as soon as it is longer than `most` bytes."""
+def body(response: httpx.Response) -> bytes:
+    """The body of an answer. Raises Transient as soon as it is longer than MESSAGE_MOST."""
     pieces, received = [], 0
     for chunk in response.iter_bytes():
         pieces.append(chunk)
         received += len(chunk)
-        if received > most:
-            raise Transient(f"its answer is longer than {most} bytes; it is not a coordinator's")
+        if received > MESSAGE_MOST:
+            raise Transient(f"its answer is longer than {MESSAGE_MOST} bytes; it is not a coordinator's")
     return b"".join(pieces)
 
 

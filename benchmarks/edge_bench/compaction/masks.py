@@ -11,7 +11,7 @@ come from the masked module's own activations so that no signal dies on its way 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,7 +78,7 @@ def masked(case: Case, kind: MaskKind, kept: float, seed: int = 0) -> Masked:
         parameters = dict(module.named_parameters())
         for name, mask in masks.items():
             parameters[name].mul_(mask)
-        _calibrate(module, case, masks, parameters)
+        _calibrate(module, case)
     return Masked(module.eval(), masks, stay)
 
 
@@ -147,7 +147,7 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
 
-def _calibrate(module: nn.Module, case: Case, masks: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+def _calibrate(module: nn.Module, case: Case) -> None:
     """Statistics of random samples, moved a little; a constant channel's are drawn, since training leaves any there."""
     norms = [part for part in module.modules() if isinstance(part, NORMS)]
     if not norms:

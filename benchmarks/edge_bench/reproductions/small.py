@@ -43,7 +43,7 @@ def figures(bundle: Bundle, personal: Personal, data: DeviceData) -> Figures:
     whole = open_trainer("onnxruntime", bundle)
     left = {g.name: report.layers[g.at("makes")[0].tensor][1] for g in bundle.manifest.groups}
     small = whole.narrow({name: np.arange(n, dtype=np.intp) for name, n in left.items()})
-    step = step_times([whole, small], bundle, data)
+    step = step_times([whole, small], data)
     found = {
         "parameters": (report.parameters_dense, report.parameters_compact),
         "multiply_adds": counts,
@@ -53,7 +53,7 @@ def figures(bundle: Bundle, personal: Personal, data: DeviceData) -> Figures:
     return {f"{name}_{which}": float(v) for name, pair in found.items() for which, v in zip(WHICH, pair, strict=True)}
 
 
-def step_times(trainers: list[Trainer], bundle: Bundle, data: DeviceData) -> list[float]:
+def step_times(trainers: list[Trainer], data: DeviceData) -> list[float]:
     """Median milliseconds of each trainer's gradient on one batch, timed in turns, the process's own CPU time.
 
     The values are constants: a step's time does not depend on them.

@@ -22,9 +22,9 @@ def activated(make: Callable[[], nn.Module]) -> nn.Sequential:
     )  # fmt: skip
 
 
-def between(*middle: nn.Module, entries: int, inner: int = 12) -> nn.Sequential:
+def between(*middle: nn.Module, entries: int) -> nn.Sequential:
     """Convolution, `middle`, convolution, flatten of `entries` a channel, classifier (layer `last`)."""
-    found = nn.Sequential(*(normed(3, inner)), *middle, conv(inner, 10), nn.ReLU(), nn.Flatten())
+    found = nn.Sequential(*normed(3, 12), *middle, conv(12, 10), nn.ReLU(), nn.Flatten())
     found.add_module("last", nn.Linear(10 * entries, CLASSES))
     return found
 
