@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.bench.measure import REST, Say, Settings, add_energy, header
+from edge_client.bench.measure import REST, Say, Settings, add_energy, header, warnings
+from edge_client.bench.subject import Subject
 from edge_client.bench.variants import Variant
 from edge_client.errors import ConfigError
 from edge_client.measure import machine
@@ -217,25 +218,16 @@ def _work(adb: Adb, runner: str, variant: Variant, threads: int, runs: int) -> C
 
 
 def report(
-    model: str,
-    command: str,
-    adb: Adb,
-    runner: Sequence[Path],
-    variants: Sequence[Variant],
-    failed: Mapping[str, str],
-    shape: Mapping[str, Any],
-    settings: Settings,
-    chosen: Choice,
-    say: Say,
+    subject: Subject, command: str, adb: Adb, runner: Sequence[Path], settings: Settings, chosen: Choice, say: Say
 ) -> dict[str, Any]:
     """Push, measure, collect. Raises AdbError, ConfigError."""
-    variants, others = of_runner(runner[0].name, variants)
+    variants, others = of_runner(runner[0].name, subject.variants)
     push(adb, runner, variants)
     variants = [batched(v) for v in variants]
-    about = header(model, command, variants, {**failed, **others}, settings) | {
-        "input": dict(shape), "machine": description(adb), "engines": {runner[0].name: ""}, "meter": chosen.brief,
-        "before": state(adb), "training": None,
+    about = header(replace(subject, variants=variants, failed={**subject.failed, **others}), command, settings) | {
+        "input": {"shape": list(subject.shape), "dtype": subject.dtype}, "machine": description(adb),
+        "engines": {runner[0].name: ""}, "meter": chosen.brief, "before": state(adb), "training": None,
     }  # fmt: skip
     about["rows"] = rows(adb, runner[0].name, variants, settings, chosen.meter, say)
     about["after"] = state(adb)
-    return about
+    return about | {"warnings": warnings(about)}

@@ -18,14 +18,13 @@ from typer.core import TyperGroup
 
 from edge_client.bench import android, compare, measure, plots
 from edge_client.bench import report as reports
-from edge_client.bench.subject import find_subject
-from edge_client.bench.training import made_data, training
+from edge_client.bench.subject import Subject, find_subject
+from edge_client.bench.training import Training, made_data, training
 from edge_client.bench.variants import MAKERS, Variant
 from edge_client.errors import ConfigError
 from edge_client.files import write_whole
 from edge_client.measure import engines, machine
 from edge_client.measure.adb import connect
-from edge_client.measure.engines import batch
 from edge_client.measure.meters import AUTO, choose
 from edge_client.methods import make_method
 
@@ -112,43 +111,41 @@ def run(
     if output is not None:
         _folder(output)
     phone = None if adb is None else connect(None if adb == AUTO else adb)
-    chosen = (
-        choose(meter, exported=True)
-        if phone is None
-        else choose(meter, "android", more={"serial": phone.serial}, exported=True)
-    )
     most = measure.default_threads()[-1]
-    if phone is not None and "all" in threads.split(","):
-        most = android.processors(phone)
+    if phone is None:
+        chosen = choose(meter, exported=True)
+    else:
+        chosen = choose(meter, "android", more={"serial": phone.serial}, exported=True)
+        if "all" in threads.split(","):
+            most = android.processors(phone)
     settings = measure.Settings(_threads(threads, most), runs, warm_up, seconds, energy_seconds, cold_starts)
     command = " ".join(["maskfleet", *sys.argv[1:]])
     console = Console(emoji=False)
     with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
         wanted = tuple(MAKERS) if variants == "all" else tuple(dict.fromkeys(variants.replace(" ", "").split(",")))
         subject = find_subject(models, personal, keep, data, _numbers(shape), wanted, Path(scratch))
-
-        def say(text: str) -> None:
-            print(f"maskfleet: {text}", file=sys.stderr, flush=True)
-
         if phone is not None and runner is not None:
-            sample = {"shape": list(subject.shape), "dtype": subject.dtype}
-            found = android.report(
-                subject.name, command, phone, runner, subject.variants, subject.failed, sample, settings, chosen, say
-            )
-            found["warnings"] = measure.warnings(found)
+            found = android.report(subject, command, phone, runner, settings, chosen, _say)
         else:
-            trains = None
-            if subject.bundle is not None and method != "none":
-                samples = made_data(subject.bundle, SAMPLES) if subject.data is None else subject.data
-                trains = training(subject.bundle, samples, {"name": method}, threads=settings.threads[0])
+            trains = _training(subject, method, settings.threads[0])
             if text := slow(subject.variants, settings, subject.bundle is not None):
-                say(text)
-            x = batch(subject.shape, subject.dtype) if subject.data is None else subject.data.x[:1]
-            head = measure.header(subject.name, command, subject.variants, subject.failed, settings)
-            found = measure.report(head, subject.variants, x, settings, chosen, trains, say, before)
+                _say(text)
+            found = measure.report(subject, command, settings, chosen, trains, _say, before)
     reports.show(found, console)
     if output is not None:
         _write(found, output)
+
+
+def _say(text: str) -> None:
+    print(f"maskfleet: {text}", file=sys.stderr, flush=True)
+
+
+def _training(subject: Subject, method: str, threads: int) -> Training | None:
+    """A step and a round of `method` on the subject's bundle; None for model files, and for the method "none"."""
+    if subject.bundle is None or method == "none":
+        return None
+    samples = made_data(subject.bundle, SAMPLES) if subject.data is None else subject.data
+    return training(subject.bundle, samples, {"name": method}, threads=threads)
 
 
 def slow(variants: Sequence[Variant], settings: measure.Settings, of_bundle: bool) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.bench import child
+from edge_client.bench.subject import Subject
 from edge_client.bench.training import Training
 from edge_client.bench.variants import Variant
 from edge_client.errors import MaskfleetError, MeterError
@@ -229,21 +230,18 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
     return [*said, *(f"no joules: {fault}" for fault in sorted(faults))]
 
 
-def header(
-    model: str, command: str, variants: Sequence[Variant], failed: Mapping[str, str], settings: Settings
-) -> dict[str, Any]:
+def header(subject: Subject, command: str, settings: Settings) -> dict[str, Any]:
     """What a report has of the run, whatever machine it measures."""
     return {
-        "format": FORMAT, "model": model, "command": command, "commit": machine.commit(),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"), "settings": asdict(settings), "variants": of_files(variants),
-        "not_made": dict(failed),
+        "format": FORMAT, "model": subject.name, "command": command, "commit": machine.commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"), "settings": asdict(settings),
+        "variants": of_files(subject.variants), "not_made": dict(subject.failed),
     }  # fmt: skip
 
 
 def report(
-    head: Mapping[str, Any],
-    variants: Sequence[Variant],
-    x: NDArray[Any],
+    subject: Subject,
+    command: str,
     settings: Settings,
     chosen: Choice,
     trains: Training | None,
@@ -251,14 +249,15 @@ def report(
     before: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Measure all of it; `before` is the machine's state before anything was done on it."""
-    about = {
-        **head, "input": {"shape": list(x.shape), "dtype": x.dtype.name}, "machine": machine.description(),
+    x = engines.batch(subject.shape, subject.dtype) if subject.data is None else subject.data.x[:1]
+    about = header(subject, command, settings) | {
+        "input": {"shape": list(x.shape), "dtype": x.dtype.name}, "machine": machine.description(),
         "engines": engines.found(), "meter": chosen.brief, "before": dict(before),
     }  # fmt: skip
-    rows = inference(variants, x, settings, say)
+    rows = inference(subject.variants, x, settings, say)
     trained = None if trains is None else training(trains, settings, say)
     measured = rows if trained is None else [*rows, trained["step"], trained["round"]]
-    add_energy(measured, _works(variants, x, settings, trains, say), chosen.meter, REST)
+    add_energy(measured, _works(subject.variants, x, settings, trains, say), chosen.meter, REST)
     about |= {"rows": rows, "training": trained}
     about["after"] = machine.state()
     return about | {"warnings": warnings(about)}
