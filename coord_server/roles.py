@@ -1,6 +1,6 @@
 """Whose a token is: the operator's, a viewer's, or of neither. Viewers' tokens are made, listed and revoked here.
 
-Join tokens and devices' credentials belong to one federation: `live.tokens` and `live.devices` know them.
+Join tokens and devices' credentials belong to one federation: `live.tokens` and `live.devices` hold them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Roles:
         self._viewers: dict[str, float] = {}  # when each viewer's token expires, by its SHA-256
 
     async def look(self) -> None:
-        """Learn which viewers there are, also of other coordinators of the data folder. Raises StateError."""
+        """Read which viewers there are, also those of other coordinators of the data folder. Raises StateError."""
         self._viewers = await asyncio.to_thread(self._metadata.viewers)
 
     def of(self, token: str) -> Role | None:

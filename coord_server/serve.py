@@ -200,7 +200,7 @@ def serve(
         listening = listen(host, port)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
         application = {"allow_origins": origins, "open_metrics": open_metrics}
-        # A parent that blocks these hands that on, and no SIGTERM would end the coordinator.
+        # A signal that the parent process blocks is blocked here too: SIGTERM would not end the coordinator.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         asyncio.run(_run(coordinator, places, listening, where, certificate, key, application))
     finally:

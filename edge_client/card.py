@@ -1,7 +1,7 @@
 """The metadata of a personal model's file: where it is from, what goes in, what comes out, its terms of use.
 
 The entries are `metadata_props` of the ONNX file, text by name, so that any tool shows them. Values that are not text
-are JSON. `describe` adds them to a file, `read` understands them again.
+are JSON. `describe` adds them to a file, `read` reads them back.
 """
 
 from __future__ import annotations

@@ -208,7 +208,10 @@ def doubts(arrays: Mapping[str, NDArray[Any]], x: NDArray[Any], takes: Input, wh
 
 
 def _off_scale(x: NDArray[np.float64], takes: Input) -> str | None:
-    """What the model is made for when `x` is far from that, and what to do; None when it is not, or nothing is said."""
+    """What scale the model is made for, and what to do, when `x` is far from it.
+
+    None when `x` is near, or the bundle gives no scale.
+    """
     if not x.size:
         return None
     if takes.between is not None:

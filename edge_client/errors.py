@@ -139,7 +139,7 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = (), secret: bool = False) -> str:
-    """What was refused first: "FIELD = value: why"; rather than a missing field an unknown one, its misspelling.
+    """The first fault as "FIELD = value: why". An unknown field comes before a missing one: it may be its misspelling.
 
     `whole` is said when it is no single field; of the outermost fields' `names` one is suggested for an unknown one.
     With `secret` the value is left out.

@@ -36,7 +36,7 @@ STEPS_APART = 0.25  # seconds between two events about the training
 
 
 class Watch:
-    """Tells a training's steps as events, no more of them than a person can follow."""
+    """Turns a training's steps into events, no more of them than a person can follow."""
 
     def __init__(self, round_: int, say: OnEvent, clock: Callable[[], float] = time.monotonic) -> None:
         self._round, self._say, self._clock = round_, say, clock

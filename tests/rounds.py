@@ -102,7 +102,7 @@ class Rounds:
     def receive(self, device: str) -> Any:
         """The device's next downlink, decoded by it."""
         a = self.task(device).assignment
-        return local.understand(self.method, a, to_arrays(self.kept.get(device)), self.ask(device))[1]
+        return local.read_downlink(self.method, a, to_arrays(self.kept.get(device)), self.ask(device))[1]
 
     def lose(self, device: str) -> None:
         """The server's part of a reported loss."""
@@ -131,7 +131,7 @@ class Rounds:
         """The device's half of a round, from its downlink to its update."""
 
         def read(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
-            value, self.received[device] = local.understand(method, a, kept, downlink)
+            value, self.received[device] = local.read_downlink(method, a, kept, downlink)
             return value, self.received[device]
 
         task, kept = self.task(device, place=place), to_arrays(self.kept.get(device))

@@ -12,7 +12,7 @@ from numpy_mlp import NumpyMlp, assignment, clusters, mlp, model, secret, task
 
 from edge_client.bundle import F32, Manifest
 from edge_client.data import DeviceData
-from edge_client.device.local import run_round, understand
+from edge_client.device.local import read_downlink, run_round
 from edge_client.errors import DivergedError
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.fedpm import FedPM
@@ -170,10 +170,10 @@ def test_kept_arrays_that_do_not_make_the_kept_value_count_as_none(damage: str) 
     theta = np.full(method.masked(model(M)).size, 0.9, np.float32)
     down = Payload({"head": head, "theta": theta})
     kept = run_round(method, t, {}, down).kept
-    assert understand(method, t.assignment, kept, down)[0].adam.steps == 1
+    assert read_downlink(method, t.assignment, kept, down)[0].adam.steps == 1
     wrong = {
         "missing": {k: v for k, v in kept.items() if k != "adam.mean"},
         "extra": {**kept, "other": NONE},
         "dtype": {**kept, "adam.steps": np.zeros((), np.float32)},
     }[damage]
-    assert understand(method, t.assignment, wrong, down)[0] is None
+    assert read_downlink(method, t.assignment, wrong, down)[0] is None

@@ -5,13 +5,13 @@
     N       widths that are read are multiples of N, as far as there are channels
     `auto`  what runs fastest here
 
-`auto` first asks a table how long each layer takes alone, at widths that are multiples of 1, 4, 8 and 16, and gives
-each stream of channels (`width.Stream`) the multiple that suits the layers at both its ends. The table is measured as
-far as needed, and kept in a file for this processor and this version of ONNX Runtime. Then it times whole models in
-turns: as narrow as possible, by the rule, with the table's widths, with all layers of a stream alike, with the channels
-besides that no layer reads directly (such as those of attention heads), with all channels of streams, and whole. The
-fastest is taken; of two as fast, the one with fewer multiply-adds. So it is no slower than any of them. Without a clock
-it is the rule. All but `auto` have no more multiply-adds than the dense model.
+`auto` looks up in a table how long each layer takes alone, at widths that are multiples of 1, 4, 8 and 16. Each stream
+of channels (`width.Stream`) gets the multiple that suits the layers at both its ends. The table is measured as far as
+needed, and kept in a file for this processor and this version of ONNX Runtime. Then whole models are timed in turns: as
+narrow as possible, by the rule, with the table's widths, with all layers of a stream alike, with the channels besides
+that no layer reads directly (such as those of attention heads), with all channels of streams, and whole. The fastest is
+taken; of two as fast, the one with fewer multiply-adds. Without a clock `auto` is the rule. All but `auto` have no more
+multiply-adds than the dense model.
 """
 
 from __future__ import annotations

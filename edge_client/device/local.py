@@ -52,7 +52,7 @@ class Chosen:
     local: Personal | None = None
 
 
-def understand(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
+def read_downlink(method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload) -> tuple[Any, Any]:
     """The kept value, None for no arrays, and the downlink decoded. Raises LostError, PayloadError.
 
     Arrays that do not make a kept value (such as those of another version) count as none.
@@ -70,7 +70,7 @@ def of_method(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Reader = Callable[[Method, Assignment, Mapping[str, Any], Payload], tuple[Any, Any]]
-"""`understand`, or a function that gives the same."""
+"""`read_downlink`, or a function with the same results."""
 
 
 def choose_model(
@@ -79,7 +79,7 @@ def choose_model(
     kept: Mapping[str, Any],
     downlink: Payload,
     how: Personalise = "best",
-    read: Reader = understand,
+    read: Reader = read_downlink,
 ) -> Chosen:
     """The model that the device ends with. Raises LostError, PayloadError.
 
@@ -130,7 +130,7 @@ def run_round(
     kept: Mapping[str, Any],
     downlink: Payload,
     how: Personalise = "global",
-    read: Reader = understand,
+    read: Reader = read_downlink,
 ) -> Outcome:
     """Train one round and score the model before and after it on the device's own test samples.
 
@@ -163,9 +163,10 @@ def run_round(
 
 
 def failure_of(error: Exception, other: FailureKind | None = None) -> Failure | None:
-    """The failure behind an exception of a round.
+    """The failure to report for an exception of a round.
 
-    `other` is the kind of one that is not the round's (a full disk, a bad setting); None for such a one without it.
+    An exception that the round did not cause (a full disk, a bad setting) is a failure of the kind `other`; without
+    `other` it is none.
     """
     kind = _kind(error) or other
     if kind is None:

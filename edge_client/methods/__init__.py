@@ -9,7 +9,7 @@ One round, as the engine of either side runs it::
 
     server   audience(course, round, record)           -> str       devices of one audience receive the same bytes
              downlink(course, round, state, record)    -> Payload   made once for each audience
-    device   receive(a, kept, downlink)                -> Received  the downlink understood, decoded once
+    device   receive(a, kept, downlink)                -> Received  the downlink, decoded once
              local_round(task, kept, received)         -> Local     what it keeps, uploads, and its trained model
     server   read_update(a, state, record, payload)    -> Update    checked and decoded, or PayloadError
              fold(a, state, total, update, record)     -> total, record   one at a time, ordered by device name

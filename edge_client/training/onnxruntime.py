@@ -1,6 +1,6 @@
 """The default backend: stock ONNX Runtime runs the bundle's forward-and-backward graph.
 
-Parameters go in as views of the flat vector and gradients come out into views of one, nothing is copied between.
+Parameters go in as views of the flat vector, gradients come out into views of another: nothing is copied.
 `train.onnx` is opened at the first gradient and `eval.onnx` at the first logits: a device that only trains holds one.
 A narrow trainer runs the same graphs on smaller tensors, cut in memory by `edge_client.training.cut`.
 """
@@ -84,7 +84,7 @@ class OnnxRuntimeTrainer(Engine):
         return logits
 
     def narrow(self, kept: Channels) -> Trainer:
-        from edge_client.training.cut import cut_graphs  # onnx is large, and a method that never prunes needs it not
+        from edge_client.training.cut import cut_graphs  # onnx is large; only pruning needs it
 
         graphs = ("train.onnx", "eval.onnx")
         return self._narrowed.get(

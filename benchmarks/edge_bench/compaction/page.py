@@ -86,7 +86,7 @@ a graph cannot be cut by is named in the manifest under `stopped`, with the oper
 convolutions (also depthwise, grouped by whole groups, and transposed), batch-norms, sums and shortcuts padded with
 channels, heads of an attention, and units of LSTM, GRU and RNN, alike in both directions. Norms over channels cannot.
 
-A test compares the table with trial runs. A trial understands operators that the table lacks, but it runs each many
+A test compares the table with trial runs. A trial covers operators that the table lacks, but it runs each many
 times on values of full size, too slow for a device that cuts a graph of 1,700 nodes in the middle of a federation. The
 table refuses what it lacks.
 

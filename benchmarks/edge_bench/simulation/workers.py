@@ -120,12 +120,12 @@ class _Read:
     round: int
     audience: str
     kept: Arrays
-    understood: tuple[Any, Any]
+    decoded: tuple[Any, Any]
 
 
 @dataclass(frozen=True)
 class _Kit:
-    """A site with its trainer, and the downlinks understood last."""
+    """A site with its trainer, and the downlinks decoded last."""
 
     site: Site
     trainer: Trainer
@@ -134,16 +134,16 @@ class _Kit:
     def read(
         self, audience: str, method: Method, a: Assignment, kept: Mapping[str, Any], downlink: Payload
     ) -> tuple[Any, Any]:
-        """As `local.understand`, but once for devices of one audience that kept the same."""
+        """As `local.read_downlink`, but once for devices of one audience that kept the same."""
         if self.reads and self.reads[-1].round != a.round:
             self.reads.clear()
         own = local.of_method(kept)
         for known in self.reads:
             if known.audience == audience and _same(known.kept, own):
-                return known.understood
-        understood = local.understand(method, a, kept, downlink)
-        self.reads.append(_Read(a.round, audience, own, understood))
-        return understood
+                return known.decoded
+        decoded = local.read_downlink(method, a, kept, downlink)
+        self.reads.append(_Read(a.round, audience, own, decoded))
+        return decoded
 
     def task(self, round_: int, turn: Turn) -> Task:
         course = self.site.course

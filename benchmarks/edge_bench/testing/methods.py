@@ -238,7 +238,7 @@ def leaves_its_inputs(method: Method, ground: Ground) -> None:
     there, device = middle(method, ground, 2), min(ground.devices)
     ((turn,), downlinks) = there.sim.turns(3, {device: there.assignment(device).place})
     task, content = there.sim.workers.task(3, turn), payload.decode(downlinks[turn.audience])
-    kept, received = local.understand(method, task.assignment, turn.kept, content)
+    kept, received = local.read_downlink(method, task.assignment, turn.kept, content)
     method.personal(task, kept, received)
     one, other = (payload.encode(method.local_round(task, kept, received).update) for _ in range(2))
     require(
