@@ -21,7 +21,7 @@ from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Influence, Method
 from edge_client.protocol import payload
 from edge_client.protocol.messages import DeviceMetrics, Round, Scores, Traffic
-from edge_client.protocol.metrics import apart
+from edge_client.protocol.metrics import split_metrics
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course
 
@@ -123,7 +123,7 @@ def downlink(method: Method, course: Course, round_: int, state: Any, record: An
 def check_update(method: Method, a: Assignment, state: Any, record: Any, data: bytes) -> Checked:
     """Decode an update and check everything that can be wrong with it. Raises PayloadError."""
     content = payload.decode(data)
-    own, figures = apart(content)
+    own, figures = split_metrics(content)
     update = method.read_update(a, state, record, own)
     return Checked(update, figures, sizes(data, content), method.influence(a, state, update))
 

@@ -29,7 +29,7 @@ from edge_client.link.retry import Retry
 from edge_client.link.transport import Transport, content_digest
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Failure, Receipt, Report
-from edge_client.protocol.metrics import apart
+from edge_client.protocol.metrics import split_metrics
 from edge_client.protocol.payload import decode, encode
 from edge_client.targets import Classification
 from edge_client.task import Assignment, Course, Personal, Task
@@ -173,7 +173,7 @@ class Coordinator:
         if known is None:
             self.updates[round_] = body
             a = Assignment(self.course, round_, "dev")
-            update = self.made.read_update(a, self.state, self.record, apart(decode(body))[0])
+            update = self.made.read_update(a, self.state, self.record, split_metrics(decode(body))[0])
             total, self.record = self.made.fold(a, self.state, None, update, self.record)
             self.state, records = self.made.finish(self.course, round_, ["dev"], self.state, total)
             self.record = records.get("dev", self.record)

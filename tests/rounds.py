@@ -19,7 +19,7 @@ from edge_client.device import local
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Method
 from edge_client.protocol.messages import DeviceMetrics
-from edge_client.protocol.metrics import METRICS, apart, with_metrics
+from edge_client.protocol.metrics import METRICS, split_metrics, with_metrics
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Assignment, Course, Local, Personal, Task
 from edge_client.training import Trainer
@@ -139,7 +139,9 @@ class Rounds:
         self.kept[device] = self.reopened(done.kept)
         self.up[device] = decode(encode(done.update))
         assert size(self.up[device]) <= self.method.update_limit(self.course.model)
-        self.local[device] = Local(self.kept[device], apart(self.up[device])[0], done.trained, done.metrics.loss)
+        self.local[device] = Local(
+            self.kept[device], split_metrics(self.up[device])[0], done.trained, done.metrics.loss
+        )
         return self.up[device]
 
     def reopened(self, kept: Arrays) -> Any:

@@ -25,7 +25,7 @@ from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetErr
 from edge_client.events import Event
 from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import Enrolled, Report, Wait
-from edge_client.protocol.metrics import apart
+from edge_client.protocol.metrics import split_metrics
 from edge_client.protocol.payload import decode
 from edge_client.task import Task
 
@@ -38,7 +38,7 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     assert Report.model_validate_json(coordinator.report) == result.report
     assert (tmp_path / "personal.onnx").read_bytes() == coordinator.state.parameters.tobytes()
     assert [e.round for e in said if e.kind == "sent"] == [1, 2, 3]
-    losses = [apart(decode(coordinator.updates[r]))[1].loss for r in (1, 2, 3)]
+    losses = [split_metrics(decode(coordinator.updates[r]))[1].loss for r in (1, 2, 3)]
     assert all(0 < loss == float(f"{loss:.4g}") for loss in losses)
     assert not list(tmp_path.glob("pending-*"))
     # A second run of the same command asks the coordinator nothing.

@@ -23,7 +23,7 @@ from edge_client.bundle import MANIFEST, Manifest
 from edge_client.commands.inspection import bundle, payload
 from edge_client.errors import BundleError, PayloadError
 from edge_client.methods import make_method
-from edge_client.protocol.metrics import METRICS, apart
+from edge_client.protocol.metrics import METRICS, split_metrics
 from edge_client.protocol.payload import Payload, encode
 
 SMALL, LARGE = mlp(20, 16, 12, 3), mlp(30, 60, 40, 3)
@@ -168,7 +168,7 @@ def test_a_mask_of_fedpm(explained: Callable[..., str], written: list[tuple[str,
     check_set(said, "mask.entropy", "entropy", n, d, run.up["a"].arrays["mask.entropy"].nbytes)
     assert "contexts none" in line_of(said, "mask.entropy")
     assert "trained on 40 samples" in said
-    _, metrics = apart(run.up["a"])
+    _, metrics = split_metrics(run.up["a"])
     assert f"score {metrics.score_before:g} before training, {metrics.score_after:g} after, on 40 test samples" in said
 
 

@@ -16,7 +16,7 @@ from edge_client.device.local import read_downlink, run_round
 from edge_client.errors import DivergedError
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.fedpm import FedPM
-from edge_client.protocol.metrics import METRICS, apart
+from edge_client.protocol.metrics import METRICS, split_metrics
 from edge_client.protocol.payload import Payload
 from edge_client.task import SCORE_BATCH, Batch, EpochLoss, Personal, Task
 from edge_client.training import Gradient
@@ -148,7 +148,7 @@ def test_an_update_carries_its_devices_metrics_at_few_digits() -> None:
     loss = method.local_round(t, None, method.receive(t.assignment, None, down)).loss
     due = [40, float(f"{loss:.4g}"), round(before, 4), round(after, 4), 40]
     assert outcome.update.meta == {METRICS: due}
-    content, metrics = apart(outcome.update)
+    content, metrics = split_metrics(outcome.update)
     assert (content.meta, metrics) == ({"samples": 40}, outcome.metrics)
     assert outcome.kept == {}
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client import card
-from edge_client.artifacts import ADVICE, BATCH, Run, Writer, apart, writer
+from edge_client.artifacts import ADVICE, BATCH, Run, Writer, isolated, writer
 from edge_client.bundle import digest
 from edge_client.equality import Probe, Sides, nudged, probes, prove, spread
 from edge_client.errors import BundleError, CompactionError, ConfigError, DataError, MaskfleetError
@@ -198,7 +198,7 @@ def _bytes(samples: NDArray[Any] | None) -> bytes:
 def _opened(chosen: Writer, kind: str, data: bytes) -> Iterator[Run]:
     """The artifact as a call. Raises CompactionError when it does not run."""
     if chosen.native:
-        with apart.opened(kind, data) as found:
+        with isolated.opened(kind, data) as found:
             yield found
         return
     made = chosen.open(data)

@@ -18,7 +18,7 @@ from rich.table import Table
 from edge_client.bundle import Bundle, Manifest, digest
 from edge_client.errors import PayloadError
 from edge_client.named_bundles import bundle_folder
-from edge_client.protocol.metrics import METRICS, apart
+from edge_client.protocol.metrics import METRICS, split_metrics
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Meta, Payload, decode
 
 HEAD = 8  # values of an array that are shown
@@ -77,7 +77,7 @@ def _words(meta: dict[str, Meta]) -> list[str]:
     """The metadata: sentences for an update's metrics and a reference, the rest as it is."""
     lines = []
     with suppress(PayloadError):
-        _, m = apart(Payload({}, meta))
+        _, m = split_metrics(Payload({}, meta))
         lines.append(f"trained on {m.samples} samples, mean loss {m.loss:g}")
         if m.test_samples:
             scores = f"score {m.score_before:g} before training, {m.score_after:g} after"

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 from onnx import NodeProto, helper
 
-from edge_client.compaction.apart import part_batch
+from edge_client.compaction.batch_axis import unmerge_batch
 from edge_client.compaction.moves import PICK, is_move
 from edge_client.compaction.net import Net, Shape, drop_unused
 from edge_client.compaction.operators import Array
@@ -24,7 +24,7 @@ _CHAINED = REGROUP | PICK | {"Transpose"}
 
 def straighten(net: Net) -> None:
     """Write every chain of moves of `net` in its plainest form, in place."""
-    part_batch(net)
+    unmerge_batch(net)
     makers = {n.output[0]: n for n in net.nodes}
     users = net.users()
     made: list[NodeProto] = []
@@ -44,10 +44,10 @@ def straighten(net: Net) -> None:
     net.nodes = made
     drop_unused(net)
     if not net.ids:
-        _part_layers(net)
+        _split_layers(net)
 
 
-def _part_layers(net: Net) -> None:
+def _split_layers(net: Net) -> None:
     """A linear layer of which only slices are read becomes a layer for each, free to write its outputs in any order."""
     users = net.users()
     made: list[NodeProto] = []

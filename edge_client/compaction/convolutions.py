@@ -91,7 +91,7 @@ def _conv_forward(s: Study, node: NodeProto) -> None:
     moves = varies.any(axis=spatial).reshape(layer.groups, 1, -1)
     out = (layer.linked & moves).any(axis=2).reshape(-1)
     made = _apply(s, node, layer, value, ~out) + _column(layer.bias, len(shape))
-    s.learn(node.output[0], made, _column(out, len(shape)), _column(np.arange(out.size), len(shape)))
+    s.store(node.output[0], made, _column(out, len(shape)), _column(np.arange(out.size), len(shape)))
 
 
 def _conv_backward(s: Study, node: NodeProto) -> None:

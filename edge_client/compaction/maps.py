@@ -222,7 +222,7 @@ def _forward(s: Study, node: NodeProto) -> None:
         label = mixed(label, np.broadcast_to(own, shape))
         factor = _others(s, node, k)
         varies |= _spread(mine, shape, found.apart) & (True if factor is None else factor)
-    s.learn(out, value if value.dtype.kind == "b" else np.where(np.isnan(value), 0.0, value), varies, label)
+    s.store(out, value if value.dtype.kind == "b" else np.where(np.isnan(value), 0.0, value), varies, label)
 
 
 def _backward(s: Study, node: NodeProto) -> None:

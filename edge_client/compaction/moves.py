@@ -53,7 +53,7 @@ def _forward(s: Study, node: NodeProto) -> None:
     varies = np.concatenate([f.varies.reshape(-1) for f in facts])
     at = np.maximum(source, 0)
     out = node.output[0]
-    s.learn(out, value, varies[at] & (source >= 0), _labels(s, node, source))
+    s.store(out, value, varies[at] & (source >= 0), _labels(s, node, source))
 
 
 def _labels(s: Study, node: NodeProto, source: Ids) -> Labels:

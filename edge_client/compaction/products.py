@@ -133,7 +133,7 @@ def _product_forward(s: Study, node: NodeProto) -> None:
         rows = np.arange(shape[-2])[:, None] * np.ones_like(rows)
     if second in s.net.constants and b.ndim == 2:
         columns = np.arange(shape[-1])
-    s.learn(node.output[0], value, varies, mixed(np.broadcast_to(columns, shape), np.broadcast_to(rows, shape)))
+    s.store(node.output[0], value, varies, mixed(np.broadcast_to(columns, shape), np.broadcast_to(rows, shape)))
 
 
 def _product_backward(s: Study, node: NodeProto) -> None:
@@ -329,7 +329,7 @@ def _embedding_forward(s: Study, node: NodeProto) -> None:
     table = s.net.constants[node.input[0]]
     out = node.output[0]
     moves = (table != table[:1]).any(axis=0)
-    s.learn(out, np.where(moves, 0.0, table[0]), moves, np.arange(table.shape[1]))
+    s.store(out, np.where(moves, 0.0, table[0]), moves, np.arange(table.shape[1]))
 
 
 def _embedding_backward(s: Study, node: NodeProto) -> None:

@@ -76,7 +76,7 @@ def _forward(s: Study, node: NodeProto) -> None:
     values = s.net.operators.run(node, [s.facts(v).value if v else None for v in node.input])
     label = np.arange(units.shape[1])
     for name, value in zip([o for o in node.output if o], values, strict=True):
-        s.learn(name, value, np.broadcast_to(varies[:, None], value.shape), label)
+        s.store(name, value, np.broadcast_to(varies[:, None], value.shape), label)
 
 
 def _live(s: Study, node: NodeProto) -> Bools:

@@ -79,7 +79,7 @@ class Study:
         known = self.net.known(name)
         return Facts(known, np.broadcast_to(np.False_, known.shape), np.broadcast_to(np.int64(0), known.shape))
 
-    def learn(self, name: str, value: Array, varies: Bools | np.bool_, label: Labels | np.int64) -> None:
+    def store(self, name: str, value: Array, varies: Bools | np.bool_, label: Labels | np.int64) -> None:
         """Store the facts of a value; it keeps 0 where it varies."""
         shape = self.shape(name)
         kept = name in self.whole and bool(np.any(varies))
@@ -144,7 +144,7 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule], whole: Mapping[str
     """The facts of `net`; `rule` gives the rule of each node. Nothing of the values `whole` goes (see `Study`)."""
     found = Study(net, whole=whole or {})
     shape = net.shapes[net.input]
-    found.learn(net.input, np.zeros(shape, net.kinds[net.input]), np.True_, np.int64(0))
+    found.store(net.input, np.zeros(shape, net.kinds[net.input]), np.True_, np.int64(0))
     nodes = [n for n in net.nodes if not any(o in net.sizes for o in n.output)]
     with np.errstate(all="ignore"):
         for node in nodes:
@@ -192,13 +192,13 @@ def constant_outputs(s: Study, node: NodeProto) -> None:
     """Facts of a node whose inputs are all constant."""
     made = s.net.operators.run(node, [s.facts(v).value if v else None for v in node.input])
     for name, value in zip([o for o in node.output if o], made, strict=True):
-        s.learn(name, value, np.False_, np.int64(0))
+        s.store(name, value, np.False_, np.int64(0))
 
 
 def opaque_forward(s: Study, node: NodeProto) -> None:
     """Every output varies."""
     for name in [o for o in node.output if o]:
-        s.learn(name, np.zeros(s.shape(name), s.net.kinds[name]), np.True_, np.int64(0))
+        s.store(name, np.zeros(s.shape(name), s.net.kinds[name]), np.True_, np.int64(0))
 
 
 def opaque_backward(s: Study, node: NodeProto) -> None:

@@ -206,7 +206,7 @@ def widened(extra: Forced) -> Callable[[Study, NodeProto], Rule]:
         def forward(s: Study, node: NodeProto) -> None:
             own.forward(s, node)
             value, varies, label = s.facts(out)
-            s.learn(out, value, varies | spread, label)
+            s.store(out, value, varies | spread, label)
 
         def backward(s: Study, node: NodeProto) -> None:
             own.backward(s, node)

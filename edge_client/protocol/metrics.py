@@ -29,7 +29,7 @@ def with_metrics(update: Payload, metrics: DeviceMetrics) -> Payload:
     return replace(update, meta={**own, METRICS: [getattr(metrics, name) for name in _FIELDS]})
 
 
-def apart(content: Payload) -> tuple[Payload, DeviceMetrics]:
+def split_metrics(content: Payload) -> tuple[Payload, DeviceMetrics]:
     """What the method reads, with `samples` in its metadata, and the metrics. Raises PayloadError."""
     own = dict(content.meta)
     said = own.pop(METRICS, None)

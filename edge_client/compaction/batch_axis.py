@@ -1,8 +1,8 @@
 """The batch gets an axis of its own, wherever a reshape has merged it with another one.
 
 An attention may reach its products with batch and heads in one axis. What is known for one sample does not hold for
-such an axis in a batch. So what lies between the reshape that merges and the one that splits is written on the axes
-apart: products, moves along other axes and operators on single elements. Both reshapes then go.
+such an axis in a batch. So what lies between the reshape that merges and the one that splits is written on unmerged
+axes: products, moves along other axes and operators on single elements. Both reshapes then go.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from edge_client.graph.nodes import settings
 _REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 
 
-def part_batch(net: Net) -> None:
-    """Write what `net` computes on axes that merge the batch with others on those axes apart, in place."""
+def unmerge_batch(net: Net) -> None:
+    """Write on unmerged axes what `net` computes on axes that merge the batch with others, in place."""
     # By value: its copy with a batch axis of its own, and that axis. A copy whose rows were merged with axes on both
-    # sides of the batch has more axes apart than one; only linear layers and reshapes read it.
-    apart: dict[str, tuple[str, int]] = {}
+    # sides of the batch has more than one axis more; only linear layers and reshapes read it.
+    unmerged: dict[str, tuple[str, int]] = {}
     same: dict[str, str] = {}
     nodes, net.nodes = net.nodes, []
     for node in nodes:
@@ -35,11 +35,11 @@ def part_batch(net: Net) -> None:
             net.nodes.append(node)
             continue
         axis = net.moving[out].index(True)
-        made = _written(net, node, apart, axis)
+        made = _written(net, node, unmerged, axis)
         if made is None:
             net.nodes.append(node)
         elif net.shapes[out][axis] > 1:
-            apart[out] = (made, net.moving[made].index(True))
+            unmerged[out] = (made, net.moving[made].index(True))
             net.nodes.append(_reshape(net, made, out, net.shapes[out], axis))
         elif out != net.output:
             same[out] = made
@@ -48,72 +48,72 @@ def part_batch(net: Net) -> None:
     drop_unused(net)
 
 
-def _written(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
-    """The name of the output of `node` on axes apart, its nodes appended to `net`; None: it stays as it is."""
+def _written(net: Net, node: NodeProto, unmerged: dict[str, tuple[str, int]], axis: int) -> str | None:
+    """The name of the output of `node` on unmerged axes, its nodes appended to `net`; None: it stays as it is."""
     out, op, data = node.output[0], node.op_type, net.data(node)
     shape, name = net.shapes[out], node.input[0] if node.input else ""
     if op == "Expand" and data == [0] and net.shapes[name] == shape and net.moving[name] == net.moving[out]:
-        return name if shape[axis] == 1 else apart[name][0] if name in apart else None
+        return name if shape[axis] == 1 else unmerged[name][0] if name in unmerged else None
     if op in _REGROUPING and data == [0]:
-        source = apart[name][0] if name in apart else name
+        source = unmerged[name][0] if name in unmerged else name
         return _regrouped(net, node, source, axis) if source != name or shape[axis] > 1 else None
-    if not any(node.input[k] in apart for k in data) or shape[axis] == 1:
+    if not any(node.input[k] in unmerged for k in data) or shape[axis] == 1:
         return None
     if op == "Gemm":
-        return _layer(net, node, apart, axis)
-    if any(len(net.shapes[apart[v][0]]) != len(net.shapes[v]) + 1 for v in node.input if v in apart):
+        return _layer(net, node, unmerged, axis)
+    if any(len(net.shapes[unmerged[v][0]]) != len(net.shapes[v]) + 1 for v in node.input if v in unmerged):
         return None
     for ops, write in _WRITERS:
         if ops.fullmatch(op):
-            return write(net, node, apart, axis)
+            return write(net, node, unmerged, axis)
     return None
 
 
-def _transposed(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str:
+def _transposed(net: Net, node: NodeProto, unmerged: dict[str, tuple[str, int]], axis: int) -> str:
     """The output of a `Transpose`: the two axes stay side by side."""
     order = settings(node).get("perm", list(range(len(net.shapes[node.output[0]])))[::-1])
-    source, at = apart[node.input[0]]
+    source, at = unmerged[node.input[0]]
     perm = [b for a in order for b in ((a, a + 1) if a == at else (a + (a > at),))]
     return _emit(net, node, [source], axis, given={"perm": perm})
 
 
-def _along(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
+def _along(net: Net, node: NodeProto, unmerged: dict[str, tuple[str, int]], axis: int) -> str | None:
     """The output of an operator that joins the elements behind the merged axis. Its own axis counts from the end."""
     given, rank = settings(node), len(net.shapes[node.output[0]])
     at = given.get("axis", -1)
     given["axis"] = at - rank if at >= 0 else at
-    return _on_elements(net, node, apart, axis, given) if given["axis"] > axis - rank else None
+    return _on_elements(net, node, unmerged, axis, given) if given["axis"] > axis - rank else None
 
 
-def _product(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
+def _product(net: Net, node: NodeProto, unmerged: dict[str, tuple[str, int]], axis: int) -> str | None:
     """The output of a `MatMul` whose merged axis is its rows, or one before them."""
     (left, right), behind = node.input, len(net.shapes[node.output[0]]) - axis
     if behind < 2 or any(len(net.shapes[v]) < 2 for v in node.input):
         return None
     if behind > 2:
-        return _on_elements(net, node, apart, axis)
-    rows = _operand(net, node, 0, apart, axis) if left in apart else None
+        return _on_elements(net, node, unmerged, axis)
+    rows = _operand(net, node, 0, unmerged, axis) if left in unmerged else None
     if rows is None or len(net.shapes[right]) > 2 or any(net.moving[right]):
         return None
     return _emit(net, node, [rows, right], axis)
 
 
 def _on_elements(
-    net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int, given: dict[str, Any] | None = None
+    net: Net, node: NodeProto, unmerged: dict[str, tuple[str, int]], axis: int, given: dict[str, Any] | None = None
 ) -> str | None:
     """The output of an operator that treats every element of the merged axis alike."""
-    inputs = [_operand(net, node, k, apart, axis) for k in range(len(node.input))]
+    inputs = [_operand(net, node, k, unmerged, axis) for k in range(len(node.input))]
     known = [v for v in inputs if v is not None]
     return _emit(net, node, known, axis, given=given or settings(node)) if len(known) == len(inputs) else None
 
 
-def _operand(net: Net, node: NodeProto, k: int, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
-    """Input `k` of `node` on axes apart, or as it is where the merged axis of the output is not one of its own."""
+def _operand(net: Net, node: NodeProto, k: int, unmerged: dict[str, tuple[str, int]], axis: int) -> str | None:
+    """Input `k` of `node` on unmerged axes, or as it is where the merged axis of the output is not one of its own."""
     v: str = node.input[k]
     shape = net.shapes[node.output[0]]
     size, behind = net.shapes.get(v, ()), len(shape) - axis
-    if v in apart:
-        return apart[v][0] if len(size) - apart[v][1] == behind and size[-behind] == shape[axis] else None
+    if v in unmerged:
+        return unmerged[v][0] if len(size) - unmerged[v][1] == behind and size[-behind] == shape[axis] else None
     if not v or (len(size) < behind and not any(net.moving[v])):
         return v
     if len(size) < behind:
@@ -126,15 +126,15 @@ def _operand(net: Net, node: NodeProto, k: int, apart: dict[str, tuple[str, int]
     return None
 
 
-def _elsewhere(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
-    """The output of a move along axes other than the one that `apart` parts in all of the data."""
+def _elsewhere(net: Net, node: NodeProto, unmerged: dict[str, tuple[str, int]], axis: int) -> str | None:
+    """The output of a move along axes other than the merged one, which all of the data have unmerged."""
     rank, given = len(net.shapes[node.output[0]]), settings(node)
     data, rest = net.data(node), [v for k, v in enumerate(node.input) if k not in net.data(node)]
-    if any(node.input[k] not in apart or apart[node.input[k]][1] != axis for k in data):
+    if any(node.input[k] not in unmerged or unmerged[node.input[k]][1] != axis for k in data):
         return None
     if any(v and v not in net.constants for v in rest):
         return None
-    inputs = [apart[node.input[k]][0] for k in data]
+    inputs = [unmerged[node.input[k]][0] for k in data]
     if node.op_type == "Slice":
         low = net.constants[rest[0]]
         along = net.constants[rest[2]] if len(rest) > 2 and rest[2] else np.arange(len(low))
@@ -174,11 +174,11 @@ def _regrouped(net: Net, node: NodeProto, source: str, axis: int) -> str | None:
     return name
 
 
-def _layer(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: int) -> str | None:
+def _layer(net: Net, node: NodeProto, unmerged: dict[str, tuple[str, int]], axis: int) -> str | None:
     """A `Gemm` on merged rows as a product and a sum."""
     given, out = settings(node), node.output[0]
     plain = not given.get("transA", 0) and all(given.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
-    if axis or not plain or node.input[0] not in apart or any(v and v not in net.constants for v in node.input[1:]):
+    if axis or not plain or node.input[0] not in unmerged or any(v and v not in net.constants for v in node.input[1:]):
         return None
     bias = node.input[2] if len(node.input) > 2 else ""
     if bias and prod(net.shapes[bias][:-1]) != 1:
@@ -186,7 +186,7 @@ def _layer(net: Net, node: NodeProto, apart: dict[str, tuple[str, int]], axis: i
     weight = node.input[1]
     if given.get("transB", 0):
         weight = net.move_constant(weight, f"{out}.weight", np.transpose)
-    rows, at = apart[node.input[0]]
+    rows, at = unmerged[node.input[0]]
     whole = (*net.shapes[rows][:-1], net.shapes[out][-1])
     if not bias:
         return _emit(net, helper.make_node("MatMul", [], [out]), [rows, weight], at, shape=whole)

@@ -1,6 +1,6 @@
 """An artifact in a process of its own, so that an engine which crashes ends in a sentence and not with its caller.
 
-    python -m edge_client.artifacts.apart KIND FILE
+    python -m edge_client.artifacts.isolated KIND FILE
 
 opens FILE, then reads arrays from standard input and writes the outputs of each to standard output: eight bytes of
 size, least first, and the array in numpy's format.
@@ -39,7 +39,7 @@ def opened(kind: str, data: bytes) -> Iterator[Run]:
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+b") as said:
         file = Path(folder) / "artifact"
         file.write_bytes(data)
-        command = [sys.executable, "-m", "edge_client.artifacts.apart", kind, str(file)]
+        command = [sys.executable, "-m", "edge_client.artifacts.isolated", kind, str(file)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said)
         assert process.stdin is not None
         assert process.stdout is not None
