@@ -21,7 +21,7 @@ from onnx import NodeProto
 from edge_client.compaction import convolutions, maps, moves, products, recurrent
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.study import Study, thin
-from edge_client.graph.nodes import settings
+from edge_client.graph.nodes import GATES, settings
 
 Labels = NDArray[np.int64]
 NONE = -1  # a channel that cannot leave, such as one of the input
@@ -259,7 +259,7 @@ class Labelled:
 
     def _recurrent(self, node: NodeProto) -> None:
         net, atoms = self.net, self.atoms
-        gates = recurrent.GATES[node.op_type]
+        gates = GATES[node.op_type]
         weight, units = net.ids.get(node.input[1]), net.ids.get(node.input[2])
         x = self._lines(self.labels[node.input[0]], 2, node)
         ways, h = net.shapes[node.input[2]][0], net.shapes[node.input[2]][2]

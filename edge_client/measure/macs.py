@@ -21,13 +21,12 @@ from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import infer_shapes
 
 from edge_client.errors import ConfigError
-from edge_client.graph.nodes import settings
+from edge_client.graph.nodes import GATES, settings
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 """Shape of every value by name; None where an axis is unknown."""
 SIZES = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 MOST = 64  # entries of a tensor that counts as one of sizes
-_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "FusedConv": 1, "NhwcFusedConv": 1, "QLinearConv": 3}  # weight's place
 _PRODUCTS = {"MatMul": 1, "MatMulInteger": 1, "FusedMatMul": 1, "QLinearMatMul": 3}  # second operand's place
 
@@ -157,7 +156,7 @@ def _macs(node: NodeProto, known: Shapes) -> int | None:
         return prod(np.broadcast_shapes(a[:-2], b[:-2])) * prod(a[-2:]) * (b[-1] if len(b) > 1 else 1)
     if kind == "Einsum":
         return _einsum(node, [_need(known, node, name) for name in node.input])
-    if kind in _GATES:  # x [steps, n, in], recurrent weight [directions, gates * hidden, hidden]
+    if kind in GATES:  # x [steps, n, in], recurrent weight [directions, gates * hidden, hidden]
         x, recurrent = _need(known, node, node.input[0]), _need(known, node, node.input[2])
         return x[0] * x[1] * recurrent[0] * recurrent[1] * (x[2] + recurrent[2])
     return None

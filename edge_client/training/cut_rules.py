@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, helper
 
 from edge_client.graph.axes import axes_of
-from edge_client.graph.nodes import settings
+from edge_client.graph.nodes import GATES, settings
 from edge_client.narrow import Axes
 from edge_client.training.cut_graph import UNLIKE, Cut, equal, refusal
 
-GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 Mask = NDArray[np.bool_] | None
 """The entries of an axis that stay; None: all."""
 
