@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from edge_bench import advice, curves, provenance
 from edge_bench.command_line import (
@@ -26,7 +27,7 @@ from edge_bench.data import datasets
 from edge_bench.data.sources import find
 from edge_bench.data.table import DataConfig
 from edge_bench.federation import demo_report
-from edge_bench.federation.fleet import Ended, fleet
+from edge_bench.federation.fleet import Ended, Fleet, fleet
 from edge_bench.federation.record import federation
 from edge_bench.simulation.comparison import starting_scores
 from edge_bench.simulation.file import find_bundle
@@ -105,6 +106,21 @@ def choose_data(text: str | None, devices: int) -> DataConfig:
     raise ConfigError(f"--data {text!r} is not known; give har, har:PATH or digits")
 
 
+def _ran(
+    running: Fleet, name: str, table: Mapping[str, Any], rounds: int, devices: int, seed: int, console: Console
+) -> Ended:
+    """The federation of one method, its rounds printed as they close."""
+
+    def watch(done: list[Round]) -> None:
+        stands = outcome(done[-1]) if done else "devices are joining"
+        console.print(f"{name:12s} round {len(done):3d}/{rounds}  {stands}")
+
+    asked = FederationConfig(
+        name=name, bundle=running.bundle, method=dict(table), rounds=rounds, cohort=devices, seed=seed, guard="clip"
+    )
+    return running.run(asked, watch)
+
+
 def demo(
     data: Annotated[
         str | None, typer.Option(help="har:PATH, har or digits. [default: UCI HAR when it is found, else digits]")
@@ -141,28 +157,15 @@ def demo(
     )
     started = time.monotonic()
     origin = provenance.origin()
-    records: dict[str, Any] = {}
-    compact: dict[str, float] = {}
     with saying_when_stopped(console, "stopped; every process of the demo has ended"), ExitStack() as stack:
         folder = keep_files
         if folder is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="maskfleet-demo-")))
         with fleet(folder, bundle, parts) as running:
             console.print(f"coordinator at {running.url}, {len(parts)} client processes for each method")
-            for name in names:
-
-                def watch(done: list[Round], name: str = name) -> None:
-                    stands = outcome(done[-1]) if done else "devices are joining"
-                    console.print(f"{name:12s} round {len(done):3d}/{rounds}  {stands}")
-
-                asked = FederationConfig(
-                    name=name, bundle=running.bundle, method=tables[name], rounds=rounds, cohort=len(parts),
-                    seed=seed, guard="clip",
-                )  # fmt: skip
-                ended = running.run(asked, watch)
-                records[name] = federation(ended, start)
-                if not compact:
-                    compact = compaction(bundle, ended, next(iter(parts.values())).x[:1], folder)
+            ended = {name: _ran(running, name, tables[name], rounds, len(parts), seed, console) for name in names}
+            compact = compaction(bundle, ended[names[0]], next(iter(parts.values())).x[:1], folder)
+    records = {name: federation(e, start) for name, e in ended.items()}
     title = f"{chosen.name}: every device's own model after {rounds} rounds"
     lines = {name: [curves.Point(**p) for p in r["curve"]] for name, r in records.items() if r["curve"]}
     if lines:

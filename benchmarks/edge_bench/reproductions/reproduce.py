@@ -168,16 +168,12 @@ def reproduce(
     _refuse_another(folder, name, full)
     done = known(folder, lambda said: advice.warn(console, [said]))
     keyed = prepare(wanted, name)
-    owed = {
-        sha: cell
-        for cell, sha in keyed.values()
-        if sha not in done or not stands(done[sha], method_of(cell), cell.config.bundle)
-    }
+    owed = _missing(keyed, done)
     if owed:
         check_folder(folder)
     if out is None:
-        done |= (others := taken_over(folder, owed))
-        owed = {sha: cell for sha, cell in owed.items() if sha not in others}
+        done |= taken_over(folder, owed)
+        owed = _missing(keyed, done)
     console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
     stopped = "stopped; the same command goes on: cells that ended are kept, the one under way begins anew"
     steps_due = sum(cell.config.rounds for cell in owed.values())
@@ -195,6 +191,15 @@ def reproduce(
         console.print((folder / "table.md").read_text("utf-8"))
     if failures:
         raise ConfigError("; ".join(f"{cell}: {why}" for cell, why in failures.items()))
+
+
+def _missing(keyed: Mapping[str, tuple[Cell, str]], done: Mapping[str, Run]) -> dict[str, Cell]:
+    """The cells by key that no finished run stands for."""
+    return {
+        sha: cell
+        for cell, sha in keyed.values()
+        if sha not in done or not stands(done[sha], method_of(cell), cell.config.bundle)
+    }
 
 
 def _refuse_another(folder: Path, name: str, full: bool) -> None:

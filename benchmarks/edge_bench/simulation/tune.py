@@ -117,20 +117,7 @@ def tune(
 
     Can be stopped at any time: the same command goes on where it was, and a larger --trials adds to it.
     """
-    if out is None:
-        out = config.parent / f"{config.stem}.tuned.toml"
-    check_writable(out, "--out", source=config)
-    check_writable(json_file, source=config)
-    database, federation = out.with_suffix(".trials"), out.with_suffix(".federation.toml")
-    written = [file.resolve() for file in (out, database, federation)]
-    if len({config.resolve(), *written}) < 4:
-        raise ConfigError(
-            f"--out {out}: the trials lie in {database.name}, the federation in {federation.name}; choose another, so "
-            f"that these and {config} are four files"
-        )
-    if json_file is not None and json_file.resolve() in written:
-        named = ", ".join(file.name for file in written)
-        raise ConfigError(f"--json {json_file} would overwrite a file of --out ({named}); name another one")
+    out, database, federation = _outputs(config, out, json_file)
     bound = read_size(most_bytes)
     origin = provenance.origin()
     plan, content = open_plan(config, method, trials, seed, bound)
@@ -162,6 +149,25 @@ def tune(
     methods = {k: {"best": asdict(found[k]), "trials": [asdict(t) for t in done]} for k, done in results.items()}
     settings = plan.config.model_dump(mode="json", exclude={"processes"})
     write_json(json_file, {**origin, "settings": settings, "most_bytes": bound, "methods": methods})
+
+
+def _outputs(config: Path, out: Path | None, json_file: Path | None) -> tuple[Path, Path, Path]:
+    """The files of the best settings, of the trials and of the federation. Raises ConfigError unless all differ."""
+    if out is None:
+        out = config.parent / f"{config.stem}.tuned.toml"
+    check_writable(out, "--out", source=config)
+    check_writable(json_file, source=config)
+    database, federation = out.with_suffix(".trials"), out.with_suffix(".federation.toml")
+    written = [file.resolve() for file in (out, database, federation)]
+    if len({config.resolve(), *written}) < 4:
+        raise ConfigError(
+            f"--out {out}: the trials lie in {database.name}, the federation in {federation.name}; choose another, so "
+            f"that these and {config} are four files"
+        )
+    if json_file is not None and json_file.resolve() in written:
+        named = ", ".join(file.name for file in written)
+        raise ConfigError(f"--json {json_file} would overwrite a file of --out ({named}); name another one")
+    return out, database, federation
 
 
 def _searched(label: str, plan: Plan, storage: optuna.storages.BaseStorage, steps: Steps) -> list[Trial]:
