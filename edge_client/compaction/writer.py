@@ -52,9 +52,8 @@ def _key(constant: Array) -> tuple[Any, ...]:
 class Writer:
     """The smaller graph while it is written, in the order of the whole one.
 
-    `levels` sets for the output of a reshape that splits channels how freely it may cut them (see `reshapes.slots`).
-    `split` collects those that did. `node` is the one that is written, `why` the operator that
-    raised a level last.
+    `levels`: how freely a reshape that splits channels may cut them, by its output (see `reshapes.slots`). `split`: the
+    outputs of those that cut. `node`: the one that is written. `why`: the operator that raised a level last.
     """
 
     def __init__(self, study: Study, levels: Mapping[str, int], costs: Costs = FEWEST, why: str = "") -> None:
@@ -67,7 +66,7 @@ class Writer:
         self.node: NodeProto | None = None
         self._lists: dict[str, Lists | None] = {}
         self._made: dict[tuple[Any, ...], str] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._explained: set[tuple[str, str]] = set()
         self._count = 0
 
     def run(self) -> None:
@@ -101,7 +100,7 @@ class Writer:
         """A line of what stays: the layer that `value` comes from, the operator at hand, and `line`."""
         assert self.node is not None
         maker = self.net.maker(value)
-        self._told.add((self.node.output[0], maker))
+        self._explained.add((self.node.output[0], maker))
         line = f"{maker}: {self.node.op_type} {line}"
         if line not in self.stopped:
             self.stopped.append(line)
@@ -113,8 +112,8 @@ class Writer:
         """
         if self.node is None or POINTWISE.fullmatch(self.node.op_type) or self.node.op_type in ("Concat", "Pad"):
             return
-        told = (self.node.output[0], self.net.maker(value)) in self._told
-        if count and not told and self.study.channels(value)[axis]:
+        explained = (self.node.output[0], self.net.maker(value)) in self._explained
+        if count and not explained and self.study.channels(value)[axis]:
             self.stays(value, f"reads dead channels ({count} of {self.study.shape(value)[axis]})")
 
     # --- pieces

@@ -117,7 +117,7 @@ class FedCode(LocalSgd):
         return Weights(course.model.parameters.copy(), course.model.buffers.copy())
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
-        """ "whole" or "codebook"."""
+        """What a device receives: "whole" or "codebook"."""
         stays = record is not None and record.round == round_ - 1 and 2 < round_ <= course.rounds
         return "codebook" if stays and round_ % self.broadcast_every else "whole"
 

@@ -255,5 +255,5 @@ class Hermes(Coded):
 
 
 def _units(model: Model, record: Structure | None) -> Units:
-    """The units that the server knows a device to have; all of a device without a record."""
+    """The units on a device's record; all of them without a record."""
     return whole(model.manifest) if record is None else unpacked(model.manifest, record.units)

@@ -174,7 +174,7 @@ class BernoulliMasks(MaskedNetwork):
 
     @property
     def referenced(self) -> bool:
-        """Whether the server knows a reference mask drawn with the uniforms of the device's own mask."""
+        """Whether the server can draw a reference mask with the uniforms of the device's own mask."""
         return False
 
     def reference(self, a: Assignment, state: Any) -> Bits:
