@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._decomp import core_aten_decompositions
 from torch.nn import functional
 
-from edge_export.onnx_layers import overhang, shares
+from edge_export.onnx_layers import overhang, per_axis, shares
 
 aten = torch.ops.aten
 
@@ -81,11 +81,6 @@ def _with_mean(
     return spread(x, dim, correction=correction, keepdim=keepdim), torch.mean(x, dim, keepdim)
 
 
-def _pair(values: Sequence[int], dims: int) -> list[int]:
-    """An operator's per-axis setting, which PyTorch may give as one number or leave empty."""
-    return [int(values[i if len(values) > 1 else 0]) for i in range(dims)]
-
-
 def _taps(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], size: Sequence[int], first: int
 ) -> list[Tensor]:
@@ -139,7 +134,7 @@ def _convolution_backward(
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     dims = x.ndim - 2
-    stride, padding, dilation = _pair(stride, dims), _pair(padding, dims), _pair(dilation, dims)
+    stride, padding, dilation = per_axis(stride, dims), per_axis(padding, dims), per_axis(dilation, dims)
     grad_bias = grad.sum([0, *range(2, x.ndim)]) if mask[2] else None
     grad_x: Tensor | None = None
     grad_weight: Tensor | None = None
@@ -238,8 +233,8 @@ def _max_pool_backward(
 ) -> Tensor:
     """Each window's gradient goes to its first maximum in row-major order, as in PyTorch."""
     dims, size, made = len(kernel), [int(n) for n in x.shape[2:]], [int(n) for n in grad.shape[2:]]
-    kernel, padding, dilation = _pair(kernel, dims), _pair(padding, dims), _pair(dilation, dims)
-    stride = _pair(stride, dims) if len(stride) else kernel
+    kernel, padding, dilation = per_axis(kernel, dims), per_axis(padding, dims), per_axis(dilation, dims)
+    stride = per_axis(stride, dims) if len(stride) else kernel
     pool = aten.max_pool2d_with_indices.default if dims == 2 else aten.max_pool3d_with_indices.default
     best = pool(x, kernel, stride, padding, dilation, ceil_mode)[0]
     extra = overhang(size, made, kernel, stride, padding, dilation)
@@ -266,8 +261,8 @@ def _avg_pool_backward(
     divisor_override: int | None,
 ) -> Tensor:
     dims, size, made = len(kernel), [int(n) for n in x.shape[2:]], [int(n) for n in grad.shape[2:]]
-    kernel, padding, ones = _pair(kernel, dims), _pair(padding, dims), [1] * dims
-    stride = _pair(stride, dims) if len(stride) else kernel
+    kernel, padding, ones = per_axis(kernel, dims), per_axis(padding, dims), [1] * dims
+    stride = per_axis(stride, dims) if len(stride) else kernel
     counts = shares(size, made, kernel, stride, padding, count_include_pad, divisor_override)
     even = bool((counts == counts.flat[0]).all())
     share = grad / float(counts.flat[0]) if even else grad * torch.tensor((1 / counts).tolist(), dtype=grad.dtype)

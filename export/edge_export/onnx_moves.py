@@ -113,7 +113,7 @@ def _repeat(w: Writer, a: Any, out: Any) -> str:
         x = w.op("Unsqueeze", x, w.ints(range(extra)))
     sizes = [1] * extra + [w.fixed(s) for s in w.meta(a.self).shape]
     if all(size == 1 or w.fixed(times) == 1 for size, times in zip(sizes, a.repeats, strict=True)):
-        return w.op("Expand", x, w.shape(out.shape))  # whose size shape inference knows, also where it is the batch's
+        return w.op("Expand", x, w.shape(out.shape))  # shape inference finds its size, also that of the batch
     return w.op("Tile", x, w.shape(a.repeats))
 
 
@@ -150,7 +150,7 @@ def _arange(w: Writer, a: Any, out: Any) -> str:
         first, each = (float(w.meta(v)) for v in (start, step))
         values = torch.arange(size, dtype=torch.float64) * each + first
         return w.op("Identity", w.constant(values.to(out.dtype)))
-    # Counted by a running sum, whose size shape inference knows.
+    # Counted by a running sum: shape inference finds its size.
     ones = w.op("Expand", w.constant(step, out.dtype), w.shape(out.shape))
     counted = w.op("CumSum", ones, w.constant(0, torch.int64), exclusive=1)
     return w.op("Add", counted, w.tensor(start, out.dtype))
