@@ -146,9 +146,9 @@ def test_a_model_whose_layers_die_keeps_one_channel_and_its_constant_logits(tmp_
 def test_the_dense_model_has_the_same_logits_and_every_channel(tmp_path: Path) -> None:
     bundle = sequential_bundle(tmp_path, (2,), MLP)
     personal = personal_of(bundle, MLP_VALUES)
-    size = write_dense(bundle, personal, tmp_path / "dense.onnx")
+    write_dense(bundle, personal, tmp_path / "dense.onnx")
     write_personal(bundle, personal, tmp_path / "personal.onnx")
-    assert size == (tmp_path / "dense.onnx").stat().st_size > (tmp_path / "personal.onnx").stat().st_size
+    assert (tmp_path / "dense.onnx").stat().st_size > (tmp_path / "personal.onnx").stat().st_size
     x = np.random.default_rng(0).standard_normal((7, 2)).astype(np.float32)
     np.testing.assert_allclose(run(tmp_path / "dense.onnx", x), run(tmp_path / "personal.onnx", x), atol=1e-5)
     weights = {t.name: tuple(t.dims) for t in onnx.load(tmp_path / "dense.onnx").graph.initializer}
@@ -236,8 +236,7 @@ def test_the_dense_yardstick_of_latency_never_costs_the_compact_model(
     bundle, personal = still(tmp_path, STILL[0])
     monkeypatch.setattr(equality, "TOLERANCE", 0.0)
     monkeypatch.setattr(equality, "ROUNDINGS", 0.0)
-    size = write_dense(bundle, personal, tmp_path / "dense.onnx", X)
-    assert size == (tmp_path / "dense.onnx").stat().st_size
+    write_dense(bundle, personal, tmp_path / "dense.onnx", X)
     assert "BatchNormalization" in {n.op_type for n in onnx.load(tmp_path / "dense.onnx").graph.node}
 
 

@@ -54,10 +54,9 @@ class PersonalReport:
     `parameters_live` counts the dense model's parameters that are not zero. `parameters_compact` counts all floats of
     the file, maps of what pruned channels emit and constants of the graph (a causal mask) among them. `layers` gives
     for each weight how many outputs its layer had and how many it has left. `stopped` has a line for each operator that
-    reads dead channels.
-    `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff` the largest on all
-    probes, divided by the scale; above `equality.TOLERANCE` where the masked model itself moves as much when its values
-    are rounded.
+    reads dead channels. `max_abs_diff` is the largest difference of two outputs on ordinary inputs, `max_scaled_diff`
+    the largest on all probes, divided by the scale. The latter is above `equality.TOLERANCE` where the masked model
+    itself moves as much when its values are rounded.
     """
 
     parameters_dense: int
@@ -65,7 +64,6 @@ class PersonalReport:
     parameters_compact: int
     layers: Mapping[str, tuple[int, int]]
     stopped: tuple[str, ...]
-    bytes_compact: int
     max_abs_diff: float
     max_scaled_diff: float
 
@@ -104,14 +102,13 @@ def write_personal(
         parameters_compact=made.parameters,
         layers=made.layers,
         stopped=made.stopped,
-        bytes_compact=len(data),
         max_abs_diff=largest,
         max_scaled_diff=scaled,
     )
 
 
-def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None) -> int:
-    """Write `personal` with all its channels, to compare the compact model's latency with; returns the file's size.
+def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None) -> None:
+    """Write `personal` with all its channels, to compare the compact model's latency with.
 
     It is built and checked as the compact model is, so the two differ in their channels only. When the check fails, as
     after training that left values which float32 cannot follow, the file is `eval.onnx` with the values put in: by
@@ -128,7 +125,6 @@ def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray
         data = model.SerializeToString()
         _open(data)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
-    return len(data)
 
 
 def write_smallest(
