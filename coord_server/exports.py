@@ -199,13 +199,7 @@ class Exports:
 
         Its id, and the lock of the folder if the file is to be made now. Blocks. Raises Refusal, StateError.
         """
-        row = None if device is None else self._store.metadata.device(live.id, device)
-        if device is not None and row is None:
-            raise Refusal("not-found", f"no device {device!r} is enrolled in {live.id}; GET .../devices lists them")
-        try:
-            kept = None if row is None or row.report is None else Report.model_validate_json(row.report).source
-        except ValidationError as error:
-            raise damaged(str(device), error) from None
+        kept = None if device is None else self._kept(live, device)
         closed, state, record = self._values(live, device)
         order = Order(config=live.config, places=live.summary().places or live.config.cohort, closed=closed,
                       device=device, kept=kept, kind=kind).model_dump_json().encode()  # fmt: skip
@@ -213,12 +207,8 @@ class Exports:
         folder = self._folder / id_
         if (folder / MODEL).is_file() or id_ in self._tasks or (not again and (folder / FAULT).is_file()):
             return id_, None
-        shelf, manifest = bundle_shelf(live.config.bundle), read_manifest(self._store, live.config.bundle)
         files = {ORDER: order, STATE: state, **({} if record is None else {RECORD: record})}
-        files[f"{BUNDLE}/{MANIFEST}"] = self._store.blobs.read(shelf, live.config.bundle)
-        for name in READ:
-            if name in manifest.parts:
-                files[f"{BUNDLE}/{name}"] = self._store.blobs.read(shelf, manifest.parts[name].sha256)
+        files |= self._bundle_files(live.config.bundle)
         make_folder(folder / BUNDLE, ELSEWHERE)
         lock = _lock(folder)
         if lock is None:
@@ -233,6 +223,25 @@ class Exports:
             raise
         self._sweep(id_)
         return id_, lock
+
+    def _kept(self, live: LiveFederation, device: str) -> Source | None:
+        """Which model a device has reported to keep, None before. Blocks. Raises Refusal, StateError."""
+        row = self._store.metadata.device(live.id, device)
+        if row is None:
+            raise Refusal("not-found", f"no device {device!r} is enrolled in {live.id}; GET .../devices lists them")
+        try:
+            return None if row.report is None else Report.model_validate_json(row.report).source
+        except ValidationError as error:
+            raise damaged(device, error) from None
+
+    def _bundle_files(self, bundle: str) -> dict[str, bytes]:
+        """The manifest and the parts that a worker reads, by their paths in its folder. Blocks. Raises StateError."""
+        shelf, manifest = bundle_shelf(bundle), read_manifest(self._store, bundle)
+        files = {f"{BUNDLE}/{MANIFEST}": self._store.blobs.read(shelf, bundle)}
+        for name in READ:
+            if name in manifest.parts:
+                files[f"{BUNDLE}/{name}"] = self._store.blobs.read(shelf, manifest.parts[name].sha256)
+        return files
 
     def _values(self, live: LiveFederation, device: str | None) -> tuple[int, bytes, bytes | None]:
         """The last closed round, the state after it, and the device's record, as stored and of one moment."""

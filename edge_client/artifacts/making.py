@@ -98,24 +98,38 @@ def make(
 
     key = digest(b"\0".join([model, kind.encode(), chosen.version.encode(), _source(chosen), _bytes(calibration)]))
     stored = cache / f"{key}.{kind}" if cache is not None else None
-    proof = None
-    if stored is not None and stored.is_file():
-        progress(f"{stored.name} was made before")
-        with suppress(Exception):  # of a damaged file: what it may raise has no base class
-            data = stored.read_bytes()
-            proof = proved(data)
-    made_before = proof is not None
-    if proof is None:
+    before = _made_before(stored, proved, progress)
+    if before is None:
         data = chosen.write(model, None if chosen.exact else calibration, progress)
         proof = proved(data)
+    else:
+        data, proof = before
     write_whole(path, data, mode=0o666, elsewhere="choose another place for the artifact")
-    if stored is not None and not made_before:
-        try:
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(stored, data, mode=0o644)
-        except (MaskfleetError, OSError) as error:  # the artifact is there all the same
-            log.warning("the artifact was not kept in --cache: %s", error)
+    if stored is not None and before is None:
+        _keep(stored, data)
     return proof
+
+
+def _made_before(
+    stored: Path | None, proved: Callable[[bytes], Proof], progress: Callable[[str], None]
+) -> tuple[bytes, Proof] | None:
+    """The artifact in the cache with its new proof; None when it is not there, or fails."""
+    if stored is None or not stored.is_file():
+        return None
+    progress(f"{stored.name} was made before")
+    with suppress(Exception):  # of a damaged file: what it may raise has no base class
+        data = stored.read_bytes()
+        return data, proved(data)
+    return None
+
+
+def _keep(stored: Path, data: bytes) -> None:
+    """Write an artifact into the cache; a cache that cannot be written costs no artifact."""
+    try:
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(stored, data, mode=0o644)
+    except (MaskfleetError, OSError) as error:
+        log.warning("the artifact was not kept in --cache: %s", error)
 
 
 def _source(chosen: Writer) -> bytes:

@@ -60,19 +60,7 @@ def parse(text: str, where: str, volts: float | None = None) -> tuple[F64, F64]:
             "2026-11-23, or record within one day"
         )
     mark = _mark([row[i] for row in rows for i in (time_at, *chosen) if i < len(row)], where)
-    figures: list[list[float]] = []
-    for n, row in enumerate(rows):
-        try:
-            figures.append([_moment(moments[n], mark), *(_decimal(row[i], mark) for i in chosen)])
-        except (ValueError, IndexError):
-            if n < len(rows) - 1:
-                said = ", ".join(row)
-                raise MeterError(
-                    f"{where}: row {n + 1} of {len(rows)} is no numbers: {said}; remove or mend it"
-                ) from None
-    if len(figures) < ROWS:
-        raise MeterError(f"{where} has {len(figures)} rows of numbers; record for longer")
-    times, *values = np.array(figures).T * scales[:, None]
+    times, *values = np.array(_figures(rows, moments, chosen, mark, where)).T * scales[:, None]
     fresh = _fresh(times, head.names[time_at].strip(), where)
     watts = np.prod(values, axis=0)[fresh] * (1.0 if volts is None else volts)
     try:
@@ -80,6 +68,25 @@ def parse(text: str, where: str, volts: float | None = None) -> tuple[F64, F64]:
     except OSError as error:
         raise MeterError(f"{where}: {error}") from None
     return times[fresh], watts
+
+
+def _figures(
+    rows: Sequence[Sequence[str]], moments: Sequence[str], chosen: Sequence[int], mark: str, where: str
+) -> list[list[float]]:
+    """The numbers of each row: its time, and its columns `chosen`. Raises MeterError; a last row may break off."""
+    found = []
+    for n, row in enumerate(rows):
+        try:
+            found.append([_moment(moments[n], mark), *(_decimal(row[i], mark) for i in chosen)])
+        except (ValueError, IndexError):
+            if n < len(rows) - 1:
+                said = ", ".join(row)
+                raise MeterError(
+                    f"{where}: row {n + 1} of {len(rows)} is no numbers: {said}; remove or mend it"
+                ) from None
+    if len(found) < ROWS:
+        raise MeterError(f"{where} has {len(found)} rows of numbers; record for longer")
+    return found
 
 
 def _fresh(times: F64, name: str, where: str) -> NDArray[np.bool_]:
