@@ -132,19 +132,12 @@ def _weight(layer: _Conv, members: list[int], rows: Ids, columns: Ids) -> F64:
 def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     s, name, out = w.study, node.input[0], node.output[0]
     layer = _of(s, node)
-    groups, outs, _, *kernel = layer.weight.shape
+    groups, outs = layer.weight.shape[:2]
     rank = len(s.shape(name))
-    r, c = _live_groups(s, node, layer)
-    lists = w.lists(name)
+    r, c, classes = _channels(w, node, layer)
     full = [np.arange(n) for n in s.shape(name)]
     attributes = settings(node)
-    if groups == 1:
-        order = preferred(w, out, len(c[0]) * int(np.prod(kernel)))
-        r = [order] if order is not None else r
-        c = [worth(w, lists[1], c[0], len(r[0]) * int(np.prod(kernel)))]
-        classes = [[0]]
-    else:
-        classes = _classes([g for g in range(groups) if r[g].size], r, c)
+    if groups > 1:
         attributes["group"] = groups
     value = np.array(s.facts(name).value)
     value[:, np.concatenate(c)[np.concatenate(c) >= 0]] = 0
@@ -168,6 +161,18 @@ def _conv_rewrite(w: Writer, node: NodeProto) -> None:
     order = np.concatenate(kept)
     joined = w.emit("Concat", made, axis=1) if len(made) > 1 else made[0]
     w.put(out, joined, w.grid(out, [order if a == 1 else np.arange(n) for a, n in enumerate(s.shape(out))]))
+
+
+def _channels(w: Writer, node: NodeProto, layer: _Conv) -> tuple[list[Ids], list[Ids], list[list[int]]]:
+    """Of each group the outputs and inputs that are written, and the groups that one convolution computes."""
+    r, c = _live_groups(w.study, node, layer)
+    lists = w.lists(node.input[0])
+    if layer.groups > 1:
+        return r, c, _classes([g for g in range(layer.groups) if r[g].size], r, c)
+    taps = int(np.prod(layer.weight.shape[3:]))
+    order = preferred(w, node.output[0], len(c[0]) * taps)
+    r = [order] if order is not None else r
+    return r, [worth(w, lists[1], c[0], len(r[0]) * taps)], [[0]]
 
 
 def _squared(lists: list[Ids]) -> Ids:

@@ -10,7 +10,7 @@ measured, not inferred: the graph runs on one sample and on two, and an axis who
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -207,29 +207,11 @@ def _plain_forms(net: Net) -> None:
 
 def _measure(net: Net, probe: Array) -> None:
     """Run the graph on one sample and on two: shapes, types, the axes that hold the batch, and all sizes."""
-    names = [o for node in net.nodes for o in node.output if o]
-    outputs = [*(onnx.ValueInfoProto(name=name) for name in names if name != net.output), net.model.graph.output[0]]
-    model = build(net, net.nodes, net.constants, outputs).SerializeToString()
-    ran = open_onnx(model, what="eval.onnx", advice="export the bundle again", refused=CompactionError, rewrite=False)
-    order = [o.name for o in outputs]
     sizes: set[str] = set()
     for node in net.nodes:
         if node.op_type in ("Shape", "Size") or all(not v or v in net.constants or v in sizes for v in node.input):
             sizes.update(o for o in node.output if o)
-    found = []
-    for n in (1, 2):
-        try:
-            made = ran.run(order, {net.input: np.ascontiguousarray(probe[:n])})
-        except Exception as error:  # onnxruntime raises a class of its own for every status
-            raise CompactionError(f"eval.onnx does not run on {n} samples: {error}; export the bundle again") from None
-        values = [np.asarray(v) for v in made]
-        # of all but sizes only the shape counts
-        values = [
-            v if o in sizes else np.broadcast_to(v.dtype.type(), v.shape) for o, v in zip(order, values, strict=True)
-        ]
-        found.append({**dict(zip(order, values, strict=True)), net.input: probe[:n]})
-        del made
-    one, two = found
+    one, two = _values(net, probe, sizes)
     for name, value in one.items():
         if value.ndim != two[name].ndim:
             raise CompactionError(
@@ -246,6 +228,26 @@ def _measure(net: Net, probe: Array) -> None:
             net.repeated.update(o for o in node.output if o and _repeats(one[o], two[o]))
             if node.op_type == "Expand" and node.input[0] in net.ids:
                 net.ids[node.output[0]] = np.broadcast_to(net.ids[node.input[0]], net.shapes[node.output[0]])
+
+
+def _values(net: Net, probe: Array, sizes: Collection[str]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Every value for one sample and for two; of all but `sizes` only the shape and the type count."""
+    names = [o for node in net.nodes for o in node.output if o]
+    outputs = [*(onnx.ValueInfoProto(name=name) for name in names if name != net.output), net.model.graph.output[0]]
+    model = build(net, net.nodes, net.constants, outputs).SerializeToString()
+    ran = open_onnx(model, what="eval.onnx", advice="export the bundle again", refused=CompactionError, rewrite=False)
+    order = [o.name for o in outputs]
+
+    def of(n: int) -> dict[str, Array]:
+        try:
+            made = ran.run(order, {net.input: np.ascontiguousarray(probe[:n])})
+        except Exception as error:  # onnxruntime raises a class of its own for every status
+            raise CompactionError(f"eval.onnx does not run on {n} samples: {error}; export the bundle again") from None
+        values = dict(zip(order, map(np.asarray, made), strict=True))
+        small = {o: v if o in sizes else np.broadcast_to(v.dtype.type(), v.shape) for o, v in values.items()}
+        return {**small, net.input: probe[:n]}
+
+    return of(1), of(2)
 
 
 def _repeats(one: Array, two: Array) -> bool:
