@@ -32,6 +32,8 @@ FAR, NEAR = 10.0, 0.02  # times the model's scale: values beyond the first, or d
 ADVICE = "write x and y with numpy.savez(path, x=..., y=...)"
 FEWEST = 20  # training samples below which none are kept for validation
 
+DataPart = Literal["train", "validation", "test"]
+
 
 @dataclass(frozen=True)
 class DeviceData:
@@ -47,7 +49,7 @@ class DeviceData:
     x_test: NDArray[Any]
     y_test: NDArray[Any]
 
-    def part(self, name: Literal["train", "validation", "test"]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def part(self, name: DataPart) -> tuple[NDArray[Any], NDArray[Any]]:
         """The samples and labels of one part."""
         parts = {
             "train": (self.x, self.y),

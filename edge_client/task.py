@@ -18,22 +18,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from edge_kernels import counter
 from numpy.typing import NDArray
 
 from edge_client.bundle import F32, Model
-from edge_client.data import DeviceData
+from edge_client.data import DataPart, DeviceData
 from edge_client.errors import DivergedError
 from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import Payload
 from edge_client.training import Gradient, Trainer
 
 SCORE_BATCH = 512  # samples per forward pass: bounds a device's memory, changes no result
-
-Part = Literal["train", "validation", "test"]
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ class Task:
             )
         return g
 
-    def score(self, model: Personal, part: Part = "test") -> float:
+    def score(self, model: Personal, part: DataPart = "test") -> float:
         """The target's score of a model on one part of the device's data, higher is better; 0.0 without samples."""
         x, y = self.data.part(part)
         if not len(y):

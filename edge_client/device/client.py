@@ -179,20 +179,9 @@ class _Run:
         if report is not None:
             self.say(Event("done", f"the federation was finished before; the model is {client.model}"))
             return Result(identity.device, 0, "finished", report, client.model)
+        done = int(self._resume(identity))
+        session = self._begin(identity)
         receipt: Receipt | None = None
-        done, pending = 0, self.journal.pending()
-        joined = None if identity.enrolled is None else Exchange(self.remote, identity.enrolled, self.say)
-        if pending is not None and joined is not None:
-            self.remote.transport.credential = identity.credential
-            self.say(Event("info", f"round {pending.round}: resuming with the update trained before", pending.round))
-            done += self._send(joined, pending) is not None
-        try:
-            session = self._begin(identity)
-            try_out(session)
-        except (BundleError, ConfigError, DataError) as error:
-            if joined is not None:
-                self._give_up(identity, joined, error)
-            raise
         hold = 0.0  # the first request is answered at once: the answer names what is waited for
         while rounds is None or done < rounds:
             work = (receipt.work if receipt is not None else None) or session.exchange.work(hold)
@@ -218,8 +207,30 @@ class _Run:
         self.say(Event("done", f"{done} rounds done; run the same command again to go on"))
         return Result(identity.device, done, "paused")
 
-    def _give_up(self, identity: Identity, exchange: Exchange, error: Exception) -> None:
-        """Report that this device cannot take up its work again, if a round waits for it."""
+    def _resume(self, identity: Identity) -> bool:
+        """Send the update that an earlier run has stored, if there is one; whether the coordinator took it."""
+        pending = self.journal.pending()
+        if pending is None or identity.enrolled is None:
+            return False
+        self.remote.transport.credential = identity.credential
+        self.say(Event("info", f"round {pending.round}: resuming with the update trained before", pending.round))
+        return self._send(Exchange(self.remote, identity.enrolled, self.say), pending) is not None
+
+    def _begin(self, identity: Identity) -> Session:
+        """The session of this device, whose backend runs the model."""
+        try:
+            session = self._opened(identity)
+            try_out(session)
+        except (BundleError, ConfigError, DataError) as error:
+            self._give_up(identity, error)
+            raise
+        return session
+
+    def _give_up(self, identity: Identity, error: Exception) -> None:
+        """Report that a device that took part before cannot take up its work again, if a round waits for it."""
+        if identity.enrolled is None:
+            return
+        exchange = Exchange(self.remote, identity.enrolled, self.say)
         self.remote.transport.credential = identity.credential
         try:
             work = exchange.work(0.0)
@@ -229,7 +240,7 @@ class _Run:
         except (ServerError, UnreachableError) as unreported:
             self.say(Event("info", f"the failure was not reported: {unreported}"))
 
-    def _begin(self, identity: Identity) -> Session:
+    def _opened(self, identity: Identity) -> Session:
         """The session of this device. The arrays read from its file do not outlive this call."""
         client, given = self.client, self.client.data
         found = given if isinstance(given, DeviceData) else read(Path(given))  # before the token is used up

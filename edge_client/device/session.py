@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_client.backends import DEFAULT_BACKEND, check_parts
-from edge_client.bundle import Bundle
-from edge_client.data import DataFile, DeviceData, check, doubts, fit
+from edge_client.bundle import Bundle, Manifest
+from edge_client.data import DataFile, DataPart, DeviceData, check, doubts, fit
 from edge_client.device.exchange import Exchange
 from edge_client.device.journal import Identity, Journal
 from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetError, ServerError
@@ -94,20 +94,8 @@ def open_session(
     enrolled = identity.enrolled
     assert enrolled is not None
     bundle = open_remote(remote, enrolled.bundle, cache, max_parameters)
-    try:
-        method = make_method(enrolled.method)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; federation {enrolled.federation!r} needs the version of maskfleet, and of the method's package, "
-            "that its coordinator has: install that one here"
-        ) from None
-    manifest = bundle.manifest
-    if isinstance(found, DeviceData):
-        parts = {"training data": "train", "validation data": "validation", "test data": "test"}
-        checked = [check(manifest, *found.part(part), what) for what, part in parts.items()]  # type: ignore[arg-type]
-        data = DeviceData(*(array for pair in checked for array in pair))
-    else:
-        data = fit(found, manifest, enrolled.seed)
+    method, manifest = _method(enrolled), bundle.manifest
+    data = _checked(found, manifest) if isinstance(found, DeviceData) else fit(found, manifest, enrolled.seed)
     arrays, what = ({}, "the data") if isinstance(found, DeviceData) else (found.arrays, found.what)
     for doubt in doubts(arrays, data.x, manifest.input, what):
         say(Event("info", f"warning: {doubt}"))
@@ -120,6 +108,24 @@ def open_session(
         Exchange(remote, enrolled, say), bundle, method, course, trainer, data, identity.secret,
         personalise or enrolled.personalise,
     )  # fmt: skip
+
+
+def _method(enrolled: Enrolled) -> Method:
+    """The federation's method. Raises ConfigError when it is not installed here as on the coordinator."""
+    try:
+        return make_method(enrolled.method)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; federation {enrolled.federation!r} needs the version of maskfleet, and of the method's package, "
+            "that its coordinator has: install that one here"
+        ) from None
+
+
+def _checked(data: DeviceData, manifest: Manifest) -> DeviceData:
+    """A program's own data in the bundle's dtypes. Raises DataError."""
+    parts: dict[str, DataPart] = {"training data": "train", "validation data": "validation", "test data": "test"}
+    checked = [check(manifest, *data.part(part), what) for what, part in parts.items()]
+    return DeviceData(*(array for pair in checked for array in pair))
 
 
 def try_out(session: Session) -> None:
