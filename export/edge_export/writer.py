@@ -98,16 +98,7 @@ def export_bundle(
         raise ModelError(
             f"no rule draws {missing} from a seed; leave `seed` out, so that the module's own weights are kept"
         )
-    draws = any(v.name == "key" for v in made.train.graph.input)
-    graphs = {"train.onnx": made.train, "eval.onnx": made.evaluation}
-    parts = {part: graph.SerializeToString(deterministic=True) for part, graph in graphs.items()}
-    if torch_part:
-        with in_a_sentence(module, example, None):
-            programs = torch_programs(module, example, names, draws)
-        prove_programs(made.witness, example, programs, draws)
-        parts |= programs
-    if seed is None:
-        parts[WEIGHTS] = save(_stored(module, found))
+    parts = _parts(made, names, torch_part, stored=seed is None)
     dtype = "int64" if example.dtype == torch.int64 else "float32"
     ids = sample_ids(made.evaluation, found, tuple(example.shape[1:])) if dtype == "int64" else None
     takes = {"shape": tuple(example.shape[1:]), "dtype": dtype, "normalisation": normalisation, "between": between,
@@ -122,14 +113,28 @@ def export_bundle(
             layers=found.layers,
             seed=seed,
             class_names=tuple(class_names),
-            draws=draws,
+            draws=made.draws,
             parts={k: Part(sha256=digest(v), size=len(v)) for k, v in sorted(parts.items())},
         )
     except ValidationError as error:
         raise ModelError(f"the bundle's description does not fit the module: {first_fault(error)}") from None
     if warnings:
         parts[WARNINGS] = "".join(f"{line}\n" for line in warnings).encode()
-    return write_bundle(with_groups(manifest, graphs), parts, folder)
+    return write_bundle(with_groups(manifest, made.by_part), parts, folder)
+
+
+def _parts(made: Graphs, names: Sequence[str], torch_part: bool, stored: bool) -> dict[str, bytes]:
+    """The bundle's files but the manifest, by name; with `stored` the weights among them. Raises ModelError."""
+    module, example = made.witness.module, made.example
+    parts = {part: graph.SerializeToString(deterministic=True) for part, graph in made.by_part.items()}
+    if torch_part:
+        with in_a_sentence(module, example, None):
+            programs = torch_programs(module, example, names, made.draws)
+        prove_programs(made.witness, example, programs, made.draws)
+        parts |= programs
+    if stored:
+        parts[WEIGHTS] = save(_stored(module, made.tables))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,16 @@ class Graphs:
     train: ModelProto
     evaluation: ModelProto
     shown: Shown
+
+    @property
+    def by_part(self) -> dict[str, ModelProto]:
+        """The graphs by the name of their part."""
+        return {"train.onnx": self.train, "eval.onnx": self.evaluation}
+
+    @property
+    def draws(self) -> bool:
+        """Whether a training step drops entries at random: its graph then has the input `key`."""
+        return any(v.name == "key" for v in self.train.graph.input)
 
 
 def proved_graphs(
