@@ -55,7 +55,7 @@ def describe(path: Path, entries: Mapping[str, str]) -> None:
     write_whole(path, model.SerializeToString(), mode=0o666, elsewhere=ELSEWHERE)
 
 
-def describes(entries: Mapping[str, str]) -> bool:
+def has_card(entries: Mapping[str, str]) -> bool:
     """Whether the metadata of a model is that of a personal one."""
     return PREFIX + "input" in entries
 

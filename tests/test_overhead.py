@@ -51,7 +51,7 @@ def writers() -> list[str]:
     sources = {name.split()[-1]: None for name, _ in modules()}
     files = {name: HERE.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in sources}
     found = [name for name, file in files.items() if file.is_file() and WRITES.search(file.read_text("utf-8"))]
-    return sorted([*found, "edge_bench.timing.codecs"])  # that is `maskfleet codecs bench`
+    return sorted([*found, "edge_bench.timing.codecs"])  # that is `maskfleet codec bench`
 
 
 def test_the_benchmarks_that_write_a_file_are_found() -> None:

@@ -179,7 +179,7 @@ def _open(model: bytes) -> tuple[Run, tuple[int, ...], np.dtype[Any], Target | N
         return made
 
     entries = session.get_modelmeta().custom_metadata_map
-    return run, shape, dtype, card.read(entries, "the model").target if card.describes(entries) else None
+    return run, shape, dtype, card.read(entries, "the model").target if card.has_card(entries) else None
 
 
 def _fitting(samples: NDArray[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
