@@ -46,37 +46,57 @@ def lines(
     known = [v for s in series for i in picked if (v := s.values[i]) is not None]
     if not known:
         return Markup("")
-    low, high = min(known) if floor is None else min(floor, *known), max(known)
-    if high - low < 1e-3 * max(abs(high), 1.0):  # a level line: some room around it
-        low, high = (low - 0.01, high + 0.01) if floor is None else (low, high + 1.0)
-    grid = ticks(low, high)
-    y_low, y_high = grid[0], grid[-1]
-    x_low, x_high = rounds[picked[0]], max(rounds[picked[-1]], rounds[picked[0]] + 1)
-
-    def x(round_: float) -> float:
-        return round(LEFT + (RIGHT - LEFT) * (round_ - x_low) / (x_high - x_low), 1)
-
-    def y(value: float) -> float:
-        return round(BOTTOM - (BOTTOM - TOP) * (value - y_low) / (y_high - y_low), 1)
-
-    drawn = [f'<g class="grid">{"".join(_across(y(v), word(v)) for v in grid)}</g>', '<g class="axis">']
-    for tick in ticks(x_low, x_high, 6, whole=True):
-        if x_low <= tick <= x_high:
-            drawn.append(f'<text x="{x(tick)}" y="{BOTTOM + 16}" text-anchor="middle">{tick:.0f}</text>')
-    drawn.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">round</text></g>')
+    grid = ticks(*_range(known, floor))
+    area = _Area(rounds[picked[0]], max(rounds[picked[-1]], rounds[picked[0]] + 1), grid[0], grid[-1])
+    drawn = [f'<g class="grid">{"".join(_across(area.y(v), word(v)) for v in grid)}</g>', _rounds(area)]
     for index, one in enumerate(series):
-        drawn.append(_line(index, [(x(rounds[i]), y(v)) for i in picked if (v := one.values[i]) is not None]))
+        points = [(area.x(rounds[i]), area.y(v)) for i in picked if (v := one.values[i]) is not None]
+        drawn.append(_line(index, points))
     half = (RIGHT - LEFT) / max(len(picked) - 1, 1) / 2
     for i in picked:
         said = [f"{s.name} {word(v)}" for s in series if (v := s.values[i]) is not None]
         if said:
             tip = escape(f"round {rounds[i]}: {', '.join(said)}")
-            place = f'x="{x(rounds[i]) - half:.1f}" y="{TOP}" width="{2 * half:.1f}" height="{BOTTOM - TOP}"'
+            place = f'x="{area.x(rounds[i]) - half:.1f}" y="{TOP}" width="{2 * half:.1f}" height="{BOTTOM - TOP}"'
             drawn.append(f'<rect class="tip" {place}><title>{tip}</title></rect>')
     last = [f"{s.name} {word(known[-1])}" for s in series if (known := [v for v in s.values if v is not None])]
     label = escape(f"{title} over {len(rounds)} rounds; last: {', '.join(last)}")
     head = f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
     return Markup(f"{head}{''.join(drawn)}</svg>")  # every text above is escaped or a number
+
+
+@dataclass(frozen=True)
+class _Area:
+    """The rounds and values at the edges of the area inside the axes, and where others lie in the picture."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+
+    def x(self, round_: float) -> float:
+        """Where a round lies."""
+        return round(LEFT + (RIGHT - LEFT) * (round_ - self.first) / (self.last - self.first), 1)
+
+    def y(self, value: float) -> float:
+        """Where a value lies."""
+        return round(BOTTOM - (BOTTOM - TOP) * (value - self.low) / (self.high - self.low), 1)
+
+
+def _range(known: Sequence[float], floor: float | None) -> tuple[float, float]:
+    """The least and the largest value that the axis shows."""
+    low, high = min(known) if floor is None else min(floor, *known), max(known)
+    if high - low < 1e-3 * max(abs(high), 1.0):  # a level line: some room around it
+        return (low - 0.01, high + 0.01) if floor is None else (low, high + 1.0)
+    return low, high
+
+
+def _rounds(area: _Area) -> str:
+    """The axis of the rounds."""
+    shown = [tick for tick in ticks(area.first, area.last, 6, whole=True) if area.first <= tick <= area.last]
+    texts = [f'<text x="{area.x(t)}" y="{BOTTOM + 16}" text-anchor="middle">{t:.0f}</text>' for t in shown]
+    name = f'<text x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">round</text>'
+    return f'<g class="axis">{"".join(texts)}{name}</g>'
 
 
 def _across(y: float, label: str) -> str:
