@@ -298,7 +298,7 @@ def test_a_function_returns_each_device_s_own_arrays_which_are_cut_as_the_device
     scaled = load(config.model_copy(update={"standardise": True}), 7, target)
     assert np.abs(np.concatenate([d.x for d in scaled.values()]).mean(axis=0)).max() < 1e-5
     assert list(load(config.model_copy(update={"devices": 1}), 7, target)) == ["cam.0"]
-    with pytest.raises(ConfigError, match="`split` divides a data set, but mine.py:load has every device's own"):
+    with pytest.raises(ConfigError, match=r"`split` divides a data set, but mine\.py:load has every device's own"):
         load(DataConfig(**{**config.model_dump(exclude_unset=True), "split": "iid"}), 7, target)
 
 
