@@ -61,7 +61,7 @@ async def documented_query(request: Request) -> None:
     """
     if not request.query_params:
         return
-    operation = request.app.openapi()["paths"][request.scope["route"].path].get(request.method.lower(), {})
+    operation = request.app.openapi()["paths"][request.scope["route"].path_format].get(request.method.lower(), {})
     known = [p["name"] for p in operation.get("parameters", []) if p["in"] == "query"]
     given = [name for name, _ in request.query_params.multi_items()]
     for name in given:
