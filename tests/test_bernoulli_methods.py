@@ -131,6 +131,18 @@ def test_probing_is_federated_averaging_of_the_head_alone() -> None:
     assert (part.gather(fleet.local["b"].trained.parameters) == head).all()
 
 
+@pytest.mark.parametrize("kind", [FedPM, DeltaMask, Coupled])
+def test_the_global_model_is_dense_until_the_first_masks(kind: type[BernoulliMasks]) -> None:
+    fleet, part = MaskFleet(kind(theta0=0.7)), kind().masked(model(M))
+    for _ in range(2):  # before and after the probing round
+        personal = fleet.personal("a")
+        assert personal.mask is None
+        assert np.array_equal(part.gather(personal.parameters), part.gather(model(M).parameters))
+        assert np.array_equal(kind().probed(model(M)).gather(personal.parameters), fleet.state.head)
+        fleet.play(*DEVICES)
+    assert fleet.personal("a").mask is not None
+
+
 def test_several_probing_rounds_go_on_from_each_other() -> None:
     fleet = MaskFleet(Coupled(probe_rounds=2))
     fleet.play(*DEVICES)
@@ -171,7 +183,7 @@ def test_a_head_has_an_influence_and_can_be_limited_and_a_mask_has_none() -> Non
 
 def test_probing_takes_its_own_epochs_rate_and_momentum() -> None:
     # Four steps (two epochs of 40 samples in batches of 20) along a gradient of 1: v = 1, 1.5, 1.75, 1.875.
-    method = FedPM(probe_epochs=2, batch=20, probe_lr=0.1, probe_momentum=0.5, epochs=7)
+    method = FedPM(probe_epochs=2, batch=20, probe_lr=0.1, probe_momentum=0.5, epochs=7, lr=3.0)
     trainer = steady(value=1.0)
     head = np.zeros(39, np.float32)
     local = local_round(method, steady_task(trainer, round_=1), None, Payload({"head": head}))

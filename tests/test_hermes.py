@@ -21,7 +21,7 @@ from edge_client.global_model import global_model
 from edge_client.methods import make_method
 from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
 from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
-from edge_client.methods.shared.units import Units, whole
+from edge_client.methods.shared.units import UNITS, Units, whole
 from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Task
@@ -224,6 +224,21 @@ class Counting(NumpyMlp):
 
     def narrow(self, kept: Channels) -> Counting:
         return Counting(narrow(self.manifest, kept).manifest)
+
+
+@pytest.mark.parametrize(("seed", "rate"), [(1, 0.01), (None, 0.003)])
+def test_the_rate_is_careful_only_where_the_whole_bundle_was_trained(seed: int | None, rate: float) -> None:
+    """The smaller network's values come from the whole one, so it has no seed of its own."""
+    statistic = Tensor(name="mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0.5))
+    m = M.model_copy(update={"buffers": (statistic,), "seed": seed})
+    data, sent = clusters(m, 1), []
+    for lr in (None, rate):
+        method, t = Hermes(threshold=-1, epochs=1, lr=lr), task(m, data=replace(data, x_val=data.x, y_val=data.y))
+        down = method.downlink(t.assignment.course, 1, method.start(t.assignment.course), None)
+        update = method.local_round(t, None, method.receive(t.assignment, None, down)).update
+        assert UNITS in update.arrays
+        sent.append(update.arrays["parameters"].tobytes())
+    assert sent[0] == sent[1]
 
 
 def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device() -> None:
