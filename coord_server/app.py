@@ -82,9 +82,11 @@ def create_app(
                 "Content-Digest",
                 "If-None-Match",
                 "Last-Event-ID",
+                "Maskfleet-Cost",
+                "Maskfleet-Lease",
                 "Range",
             ],
-            expose_headers=["ETag", "Link", "Location", "Retry-After"],
+            expose_headers=["ETag", "Link", "Location", "Maskfleet-Round", "Maskfleet-Source", "Retry-After"],
         )
     openapi.install(app)
     tracing.install(app)

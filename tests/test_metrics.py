@@ -126,9 +126,19 @@ def test_only_pages_of_the_allowed_origins_may_call(tmp_path: Path) -> None:
     assert "access-control-allow-credentials" not in answer.headers
     answer = called(tmp_path, "GET", "/v1/federations", {"Origin": "https://a.example"}, **allowed)
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "https://a.example")
+    assert {"Link", "Maskfleet-Round"} <= set(answer.headers["access-control-expose-headers"].split(", "))
     for origin, more in (("https://b.example", allowed), ("https://a.example", {})):
         answer = called(tmp_path, "GET", "/v1/federations", {"Origin": origin}, **more)
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_device_in_a_browser_may_send_every_header_of_an_update(tmp_path: Path) -> None:
+    headers = "authorization,content-digest,content-type,maskfleet-cost,maskfleet-lease"
+    ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "PUT",
+           "Access-Control-Request-Headers": headers}  # fmt: skip
+    path = "/v1/federations/har/rounds/1/updates/pi-07"
+    answer = called(tmp_path, "OPTIONS", path, ask, allow_origins=["https://a.example"])
+    assert (answer.status_code, answer.text) == (200, "OK")
 
 
 def test_spans_are_sent_only_when_the_environment_says_where_to(
