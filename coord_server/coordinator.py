@@ -138,12 +138,12 @@ class Coordinator:
 
     # --- federations
 
-    async def create(self, config: FederationConfig) -> LiveFederation:
-        """Create a federation. Raises Refusal, StateError."""
+    async def create(self, config: FederationConfig) -> Federation:
+        """Create a federation, and return it with its method's caution. Raises Refusal, StateError."""
         if config.name in self._federations:
             raise creation.taken(config.name)
-        await creation.create(self.store, self.bundles, config, self.find, self._clock)
-        return await self.find(config.name)
+        caution = await creation.create(self.store, self.bundles, config, self.find, self._clock)
+        return (await self.find(config.name)).summary().model_copy(update={"caution": caution})
 
     async def delete(self, id_: str) -> None:
         """Delete a federation that does not run, and all that belongs to it. Raises Refusal, StateError.

@@ -37,10 +37,10 @@ async def create(
     config: FederationConfig,
     find: Callable[[str], Awaitable[LiveFederation]],
     clock: Callable[[], float],
-) -> None:
+) -> str | None:
     """Store a new federation; one that is refused leaves nothing. Raises Refusal, StateError.
 
-    `find` gives the federation of an id, to start from its model.
+    Returns the method's caution, None when it has none. `find` gives the federation of an id, to start from its model.
     """
     if config.name in RESERVED:
         raise taken(config.name)
@@ -54,7 +54,7 @@ async def create(
     derived = None
     if config.start_from is not None:
         derived = await _warm(bundles, config.bundle, await find(config.start_from.federation))
-    await asyncio.to_thread(_add, store, bundles, config, derived, clock)
+    return await asyncio.to_thread(_add, store, bundles, config, derived, clock)
 
 
 async def _warm(bundles: Bundles, bundle: str, source: LiveFederation) -> Derived:
@@ -68,12 +68,12 @@ async def _warm(bundles: Bundles, bundle: str, source: LiveFederation) -> Derive
 
 def _add(
     store: Store, bundles: Bundles, config: FederationConfig, derived: Derived | None, clock: Callable[[], float]
-) -> None:
-    """Check a new federation and store it. Blocks. Raises Refusal, StateError.
+) -> str | None:
+    """Check a new federation and store it. Blocks. Returns the method's caution. Raises Refusal, StateError.
 
     With `derived` it begins from that bundle, which is made from its configured one.
     """
-    method, start = _begin(store, config, derived)
+    method, start, caution = _begin(store, config, derived)
     source = config.bundle
     try:
         # Every setting is written down, so that a device of another version does not fill in its own defaults.
@@ -95,10 +95,13 @@ def _add(
         raise taken(config.name)
     if found == "no-bundle":
         raise Refusal("not-found", f"bundle {source} was deleted meanwhile; POST its manifest again")
+    if caution is not None:
+        log.warning("%s: %s", config.name, caution)
+    return caution
 
 
-def _begin(store: Store, config: FederationConfig, derived: Derived | None) -> tuple[Method, Any]:
-    """The method of a new federation and its state before round 1. Blocks. Raises Refusal, StateError."""
+def _begin(store: Store, config: FederationConfig, derived: Derived | None) -> tuple[Method, Any, str | None]:
+    """The method of a new federation, its state before round 1, and its caution. Blocks. Raises Refusal, StateError."""
     try:
         method = make_method(config.method)
         if config.backend is not None:
@@ -109,9 +112,7 @@ def _begin(store: Store, config: FederationConfig, derived: Derived | None) -> t
             check_parts(config.backend, read_manifest(store, config.bundle))
         model = load_model(store, config.bundle) if derived is None else derived.model
         course = Course(model, config.seed, config.rounds, config.cohort)
-        start = method.start(course)
-        if caution := method.caution(course):
-            log.warning("%s: method %s: %s", config.name, method.name, caution)
-        return method, start
+        start, said = method.start(course), method.caution(course)
+        return method, start, said and f"method {method.name}: {said}"
     except (ConfigError, BundleError) as error:
         raise Refusal("bad-config", str(error)) from None

@@ -430,6 +430,8 @@ def test_the_same_round_is_the_same_bytes(method: Method) -> None:
         ({"name": "fedavg", "velocity": 9}, "velocity = 9: there is no such setting$"),
         ({"name": "lattice", "quantumm": 3}, "quantumm = 3: there is no such setting; did you mean 'quantum'"),
         ({"name": "lattice", "LR": 3}, "LR = 3: there is no such setting; did you mean 'lr'"),
+        ({"name": "fedavg", "lr": True}, "lr = True"),
+        ({"name": "lattice", "epochs": "4"}, "epochs = '4'"),
     ],
 )
 def test_a_wrong_method_or_setting_is_named(table: dict[str, Any], word: str) -> None:

@@ -42,9 +42,9 @@ async def show_health(served: Served) -> Health:
 @router.post("/federations", status_code=201, responses=documented("name-taken", "bundle-incomplete", "bad-config"))
 async def create_federation(served: Operated, response: Response, config: FederationConfig) -> Federation:
     """Its name is its id. It recruits until `min_devices` have asked for work, then runs by itself."""
-    live = await served.create(config)
-    response.headers["Location"] = f"/v1/federations/{live.id}"
-    return live.summary()
+    made = await served.create(config)
+    response.headers["Location"] = f"/v1/federations/{made.id}"
+    return made
 
 
 @router.get("/federations", responses=LINK)

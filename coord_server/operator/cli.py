@@ -141,7 +141,10 @@ def create(
             settings["bundle"] = operator.upload_bundle(folder)
             for line in Bundle.open(folder).warnings:
                 print(f"warning: {line}", file=sys.stderr)
-        print(operator.create(check_settings(settings, str(file))).id)
+        made = operator.create(check_settings(settings, str(file)))
+    if made.caution is not None:
+        print(f"warning: {made.caution}", file=sys.stderr)
+    print(made.id)
 
 
 @app.command("list")

@@ -135,7 +135,7 @@ class Method(BaseModel):
     def caution(self, course: Course) -> str | None:
         """A warning, in a sentence, about these settings with this model and number of rounds; None: no warning.
 
-        `simulate` prints it and the coordinator logs it before round 1.
+        `simulate` prints it; the coordinator logs it and has it in its answer when a federation is created.
         """
         return None
 
@@ -311,7 +311,8 @@ def make_method(config: dict[str, Any]) -> Method:
             f"there is no method {name!r}; choose one of {', '.join(found)}{suggestion(str(name), found)}"
         )
     kind = load_method(found[name])
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}  # neither TOML nor JSON has tuples
     try:
-        return kind(**settings)
+        return kind.model_validate(given, strict=True)
     except ValidationError as error:
         raise ConfigError(f"method {name!r}, setting {first_fault(error, names=kind.model_fields)}") from None

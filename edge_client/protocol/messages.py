@@ -165,6 +165,8 @@ class Federation(Message):
     created_at: float = 0.0
     places: int | None = None
     """The cohort it was created with, which methods divide by even after a change; None when not readable."""
+    caution: str | None = None
+    """In the answer to its creation alone: what its method warns of with this bundle and these settings."""
 
 
 class Enrol(Message):
