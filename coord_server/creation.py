@@ -43,7 +43,7 @@ async def create(
     Returns the method's caution, None when it has none. `find` gives the federation of an id, to start from its model.
     """
     if config.name in RESERVED:
-        raise taken(config.name)
+        raise Refusal("name-taken", f"{config.name!r} is the name of a folder of the coordinator; choose another name")
     receipt = await bundles.receipt(config.bundle)
     if receipt.missing:
         raise Refusal(
