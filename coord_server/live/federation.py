@@ -1,4 +1,4 @@
-"""One live federation, as HTTP sees it: its life, the operator's commands, polls, and what there is to see.
+"""One live federation, as the routes use it: its life, the operator's commands, polls, and what there is to see.
 
 commits        the only writer; the engine's state, the timer
 uploads        updates on their way in: HTTP calls this room itself

@@ -10,7 +10,7 @@ round. What they share is here.
 - **Aggregation** is Bayesian: Beta(prior, prior) receives the ones and zeros of the round's masks and is reset every
   `reset_every` rounds (1 / rho). theta is its mode (with prior 1: the share of ones) or its mean, clipped to
   [clip, 1 - clip]. The server therefore holds integers.
-- **By differences** (a pre-trained bundle, when the server knows the reference mask beside which a device draws its
+- **By differences** (a pre-trained bundle, when the server holds the reference mask beside which a device draws its
   own): theta moves by the cohort's mean of mask less reference. Where devices learn nothing, mask and reference agree
   and theta stays; the share of ones in K masks would drift to 0 or 1. `theta` counts steps of 1 / K around theta0.
 """

@@ -121,30 +121,32 @@ class Writer:
         until.fill(n)
         until[others - 1] = members
         gaps = (at < end).nonzero()[0]
-        order, starts, freqs = [], [], []
-        while len(gaps):
+        gap_of, starts, freqs = [], [], []  # of each symbol
+        while len(gaps):  # one symbol of each gap that is left: its member, or the end of a window
             low, here, stop = at[gaps], before[at[gaps]], end[gaps]
             window = np.minimum(before.searchsorted(here + MOST, "right") - 1, stop)
             hit = until[gaps] < window
             low = np.where(hit, until[gaps], window)
             start = chance(before[low] - here)
-            order.append(gaps)
+            gap_of.append(gaps)
             starts.append(start)
             freqs.append(np.where(hit, chance(before[np.where(hit, low + 1, low)] - here), _LOW) - start)
             at[gaps] = low
             gaps = gaps[~hit & (window < stop)]
-        gap = np.concatenate([*order, np.zeros(0, np.int64)])
-        sort = gap.argsort(kind="stable")
-        lane_of = np.searchsorted(heads, gap[sort], "right") - 1
-        rank = np.arange(len(gap)) - np.searchsorted(lane_of, np.arange(lanes))[lane_of]
-        table = np.zeros((2, int(rank.max(initial=-1)) + 1, lanes), np.int64)
-        table[1] = _LOW  # a lane without a symbol keeps its state
-        if len(gap):
-            table[0, rank, lane_of] = np.concatenate(starts)[sort]
-            table[1, rank, lane_of] = np.concatenate(freqs)[sort]
-        self._starts.append(table[0])
-        self._freqs.append(table[1])
+        none = np.zeros(0, np.int64)
+        self._add(heads, *(np.concatenate([*parts, none]) for parts in (gap_of, starts, freqs)))
         return members
+
+    def _add(self, heads: I64, gap: I64, starts: I64, freqs: I64) -> None:
+        """Add the symbols of a list by their gaps, those of one gap in order; `heads` are the lanes' first gaps."""
+        order = gap.argsort(kind="stable")
+        lane = np.searchsorted(heads, gap[order], "right") - 1
+        step = np.arange(len(gap)) - np.searchsorted(lane, np.arange(self._lanes))[lane]
+        shape = int(step.max(initial=-1)) + 1, self._lanes
+        self._starts.append(np.zeros(shape, np.int64))
+        self._freqs.append(np.full(shape, _LOW, np.int64))  # a lane without a symbol keeps its state
+        self._starts[-1][step, lane] = starts[order]
+        self._freqs[-1][step, lane] = freqs[order]
 
     def bytes(self) -> bytes:
         """The states, then the words."""
