@@ -34,7 +34,7 @@ def bundle_path(name: str, beside: Path = Path()) -> Path:
 
 
 def bundle_folder(name: str, beside: Path, *others: str) -> Path:
-    """The folder of a bundle, by `bundle_path`. Raises BundleError, which also lists the `others` that the caller accepts."""
+    """The folder of a bundle, by `bundle_path`. Raises BundleError, which also lists the `others` that are accepted."""
     folder = bundle_path(name, beside)
     if not (folder / MANIFEST).is_file():
         known = [*packaged(), *others]
