@@ -14,7 +14,7 @@ from edge_client.methods.lattice.grid import MIDDLE
 from edge_client.methods.lattice.values import State
 
 COARSEST = 2  # levels of a cell above the first moves that the budget asks for
-FAR = 4.0  # with n at least this, coarse cells are worth the delay
+FAR = 4.5  # with n at least this, coarse cells are worth the delay
 SHORT = 6  # a run of SHORT * 2**j rounds suffices for cells j levels above the first moves
 FINER = 1  # levels that moves become finer when cells become coarse: their noise is most of what travels down
 MOST_RISE = 3  # levels of the moves at a time
