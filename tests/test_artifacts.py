@@ -290,6 +290,29 @@ def test_a_product_with_a_matrix_for_each_channel_stays_float(tmp_path: Path) ->
     assert kept["v_quantized"] == TensorProto.INT8
 
 
+def test_a_matrix_that_a_second_layer_reads_transposed_is_int8_in_both(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]),
+        helper.make_node("MatMul", ["b", "t"], ["logits"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "tied",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 8])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 3, 8])],
+        [numpy_helper.from_array(0.3 * rng.standard_normal((8, 32)).astype(np.float32), "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10).SerializeToString()
+    x, out = rng.standard_normal((64, 3, 8)).astype(np.float32), tmp_path / "int8.onnx"
+    make(model, "int8", out, x)
+    stored = {t.name: (t.data_type, tuple(t.dims)) for t in onnx.load(out).graph.initializer}
+    assert stored["w_quantized"] == (TensorProto.INT8, (8, 32))
+    assert stored["t_quantized"] == (TensorProto.INT8, (32, 8))
+
+
 def test_an_artifact_made_before_comes_from_the_cache_if_the_converter_is_the_same(
     tmp_path: Path, copies: type[Copy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,12 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
+from onnx import numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from edge_client.artifacts import BATCH, Run
 from edge_client.errors import ConfigError
+from edge_client.graph.nodes import settings
 from edge_client.runtimes.onnx import open_onnx
 
 
@@ -42,6 +44,15 @@ def _batches_of_weights(graph: onnx.ModelProto) -> list[str]:
     return [node.name for node in found]
 
 
+def _store_transposes(graph: onnx.ModelProto) -> None:
+    """A transpose of a stored matrix becomes a stored one, in place: the quantiser takes it for an activation."""
+    stored = {t.name: t for t in graph.graph.initializer}
+    for node in [n for n in graph.graph.node if n.op_type == "Transpose" and n.input[0] in stored]:
+        turned = np.transpose(numpy_helper.to_array(stored[node.input[0]]), settings(node).get("perm"))
+        graph.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(turned), node.output[0]))
+        graph.graph.node.remove(node)
+
+
 class Int8:
     """See :class:`edge_client.artifacts.Writer`."""
 
@@ -52,6 +63,7 @@ class Int8:
     def write(self, model: bytes, samples: NDArray[Any] | None, progress: Callable[[str], None]) -> bytes:
         assert samples is not None
         graph = onnx.load_from_string(model)
+        _store_transposes(graph)
         progress(f"calibrating on {len(samples)} samples")
         level = logging.root.level
         logging.root.setLevel(logging.ERROR)  # which it advises a step on that compaction has done
