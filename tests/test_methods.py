@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from edge_kernels.codecs import values
 from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, task
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from rounds import Rounds, size, stored
 
+from edge_client import methods
 from edge_client.blocks import head
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.errors import ConfigError, DivergedError, PayloadError
@@ -437,6 +438,20 @@ def test_the_same_round_is_the_same_bytes(method: Method) -> None:
 def test_a_wrong_method_or_setting_is_named(table: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         make_method(table)
+
+
+def test_a_method_of_another_package_may_take_lists_sets_and_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listing(FedAvg):
+        layers: list[str] = Field(default_factory=list)
+        only: frozenset[str] = frozenset()
+        spans: tuple[tuple[int, int], ...] = ()
+
+    monkeypatch.setattr(methods, "load_method", lambda _: Listing)
+    made = make_method({"name": "fedavg", "layers": ["a"], "only": ["b"], "spans": [[1, 2]]})
+    assert isinstance(made, Listing)
+    assert (made.layers, made.only, made.spans) == (["a"], {"b"}, ((1, 2),))
+    with pytest.raises(ConfigError, match=r"layers\.0 = 1: Input should be a valid string"):
+        make_method({"name": "fedavg", "layers": [1]})
 
 
 def test_a_head_is_trained_where_the_weights_come_from_a_file_and_are_not_all_zero() -> None:

@@ -32,6 +32,7 @@ the next downlink is the one for a device of which nothing is known, and the met
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -311,8 +312,7 @@ def make_method(config: dict[str, Any]) -> Method:
             f"there is no method {name!r}; choose one of {', '.join(found)}{suggestion(str(name), found)}"
         )
     kind = load_method(found[name])
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}  # neither TOML nor JSON has tuples
-    try:
-        return kind.model_validate(given, strict=True)
+    try:  # as JSON: strict rules then take its lists for lists, tuples and sets alike
+        return kind.model_validate_json(json.dumps(settings, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(f"method {name!r}, setting {first_fault(error, names=kind.model_fields)}") from None
