@@ -239,6 +239,7 @@ def test_the_answer_to_unreadable_json_says_what_where_and_which_limit(tmp_path:
                 "POST", f"{fed}/tokens", content=body, more={"Content-Type": "Application/JSON ; v=1"}
             ),
             await fleet.operator("PATCH", fed, content=body, more={"Content-Type": "application/merge-patch+json"}),
+            await fleet.operator("PATCH", fed, content=body, more={"Content-Type": "application/+json"}),
         ):
             detail = refused(answer, kind)
             assert said in detail

@@ -20,7 +20,7 @@ BY_STATUS = {400: "bad-request", 401: "unauthorized", 403: "forbidden", 404: "no
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 SECRET = {"enrol", "tokens", "viewers"}  # parts of paths that take or give secrets
 _HEX = re.compile("[0-9a-fA-F]{16,}")  # a token, a credential, or a piece of one, wherever a request has it by mistake
-JSON = re.compile(r"application/(.+\+)?json\s*(;|$)", re.IGNORECASE)
+JSON = re.compile(r"application/(.*\+)?json\s*(;|$)", re.IGNORECASE)
 """A Content-Type whose message is read as JSON."""
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
