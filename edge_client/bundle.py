@@ -335,7 +335,7 @@ class Bundle:
     def warnings(self) -> list[str]:
         """What its export warned of."""
         path = self.folder / WARNINGS
-        return path.read_text("utf-8").splitlines() if path.is_file() else []
+        return path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
 
     def part(self, name: str) -> Path:
         """Path of a part whose bytes match the manifest. Raises BundleError."""

@@ -67,6 +67,9 @@ def test_a_federation_is_created_from_a_packaged_bundle_by_its_name(
     capsys.readouterr()
     cli.create(file)
     assert capsys.readouterr() == ("aaa\n", "warning: the weights are drawn\n")
+    (tmp_path / "mine" / WARNINGS).write_bytes(b"damaged \xff\n")
+    cli.create(file)
+    assert capsys.readouterr() == ("aaa\n", "warning: damaged \N{REPLACEMENT CHARACTER}\n")
 
 
 def test_bench_and_compact_take_names_by_the_same_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
