@@ -130,7 +130,7 @@ def test_a_refused_update_is_not_read(tmp_path: Path) -> None:
         ({"rounds": 0}, "bad-message", "rounds"),
         ({"min_updates": 3}, "bad-message", "min_updates 3 is more than the cohort"),
         ({"name": "../x"}, "bad-message", "name"),
-        ({"name": "bundles"}, "name-taken", "bundles"),
+        ({"name": "bundles"}, "name-taken", "'bundles' is the name of a folder of the coordinator"),
         ({"speed": 1}, "bad-message", "speed"),
         ({"deadline_seconds": float("inf")}, "bad-message", "finite"),
         ({"method": {"name": "fedavg", "lr": float("inf")}}, "bad-config", "lr"),

@@ -82,16 +82,19 @@ def test_a_federation_that_runs_is_not_deleted_and_one_that_is_over_leaves_nothi
     play(tmp_path, script)
 
 
-def test_the_answer_to_a_creation_has_what_the_method_warns_of(tmp_path: Path) -> None:
+def test_the_answer_to_a_creation_and_the_log_have_what_the_method_warns_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a")
+        said = "method fedmap: every = 4, but rounds = 4: nothing is pruned; raise rounds above every"
         for rounds, warned in ((4, True), (9, False)):
             config = settings(name=f"of{rounds}", rounds=rounds, method={"name": "fedmap", "every": 4})
             made = await fleet.operator("POST", "/v1/federations", json=config)
             assert made.status_code == 201, made.text
-            said = "method fedmap: every = 4, but rounds = 4: nothing is pruned; raise rounds above every"
             assert made.json()["caution"] == (said if warned else None)
             assert (await fleet.operator("GET", f"/v1/federations/of{rounds}")).json()["caution"] is None
+        assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [f"of4: {said}"]
 
     play(tmp_path, script)
 

@@ -40,6 +40,8 @@ def test_a_federation_is_created_from_a_packaged_bundle_by_its_name(
     uploaded = list[Path]()
 
     class Operator:
+        caution: str | None = None
+
         def __init__(self, *_: str) -> None: ...
         def __enter__(self) -> Operator:
             return self
@@ -50,7 +52,9 @@ def test_a_federation_is_created_from_a_packaged_bundle_by_its_name(
             return "a" * 64
 
         def create(self, config: FederationConfig) -> Federation:
-            return Federation(id=config.bundle[:3], config=config, phase=None, round=0, devices=0, updates=0)
+            return Federation(
+                id=config.bundle[:3], config=config, phase=None, round=0, devices=0, updates=0, caution=self.caution
+            )
 
     monkeypatch.setattr(cli, "Operator", Operator)
     monkeypatch.setenv("MASKFLEET_OPERATOR_TOKEN", "t")
@@ -70,6 +74,9 @@ def test_a_federation_is_created_from_a_packaged_bundle_by_its_name(
     (tmp_path / "mine" / WARNINGS).write_bytes(b"damaged \xff\n")
     cli.create(file)
     assert capsys.readouterr() == ("aaa\n", "warning: damaged \N{REPLACEMENT CHARACTER}\n")
+    Operator.caution = "method fedavg: odd"
+    cli.create(file, bundle="har")
+    assert capsys.readouterr() == ("aaa\n", "warning: method fedavg: odd\n")
 
 
 def test_bench_and_compact_take_names_by_the_same_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

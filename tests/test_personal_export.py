@@ -219,3 +219,22 @@ def test_outputs_that_hardly_vary_behind_norms_of_constant_channels_do_not_make_
         values[bundle.manifest.tensors[name].span].reshape(units, -1)[: units // 2] = 0
     report = write_personal(bundle, Personal(values, model.buffers, values != 0), tmp_path / "personal.onnx")
     assert report.layers == {"0.weight": (16, 8), "3.weight": (24, 12), "8.weight": (4, 4)}
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_three_norms_of_constant_channels_need_a_reference_whose_norms_are_float64(seed: int, tmp_path: Path) -> None:
+    """Each multiplies the rounding of the one before: more than the allowance for one rounding of the values."""
+    torch.manual_seed(seed)
+    layers = [
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.InstanceNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 16, 3, padding=1), nn.InstanceNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 16, 3, padding=1), nn.InstanceNorm2d(16), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)),
+    ]
+    bundle = exported(nn.Sequential(*layers), tmp_path, (3, 16, 16))
+    model = bundle.model()
+    values = model.parameters.copy()
+    for name in ("0.weight", "3.weight", "6.weight"):
+        values[bundle.manifest.tensors[name].span].reshape(16, -1)[:8] = 0
+    report = write_personal(bundle, Personal(values, model.buffers, values != 0), tmp_path / "personal.onnx")
+    assert report.layers["6.weight"] == (16, 8)

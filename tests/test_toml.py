@@ -18,6 +18,7 @@ from edge_client.errors import ConfigError
         ('[data]\npath = "a\\u0000b"', "'data'"),
         ('[[parts]]\nfiles = ["a", "b\\u0000"]', "'parts'"),
         ('"odd\\u0000" = 1', "'odd\\x00'"),
+        ('[data]\n"odd\\u0000" = 1', "'data'"),
     ],
 )
 def test_a_setting_with_a_nul_is_refused_wherever_it_is(tmp_path: Path, text: str, name: str) -> None:
