@@ -26,7 +26,7 @@ from edge_bench.simulation.simulate import RoundRow, Simulated, run
 from edge_bench.tables import by_kind
 from edge_kernels import counter
 
-from edge_client.bundle import Bundle, digest
+from edge_client.bundle import WARNINGS, Bundle, digest
 from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.data import DeviceData
 from edge_client.errors import BundleError, ConfigError, LostError, MaskfleetError
@@ -404,6 +404,14 @@ def test_an_unknown_method_backend_or_bundle_is_refused(bundle: Bundle, devices:
         find_bundle("nowhere")
     with pytest.raises(BundleError, match="did you mean 'digits'"):
         find_bundle("digit")
+
+
+def test_a_folder_s_warnings_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(find_bundle("digits").folder, tmp_path / "digits")
+    (folder / WARNINGS).write_text("the weights are drawn\n")
+    capsys.readouterr()
+    find_bundle(str(folder))
+    assert capsys.readouterr() == ("", "warning: the weights are drawn\n")
 
 
 def test_a_wrong_method_is_named_before_bundle_and_data_are_opened(tmp_path: Path) -> None:

@@ -114,10 +114,14 @@ def open_module(
                 "bundle that takes such samples, like --bundle digits for 8x8 images"
             )
 
-    found = into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check, cache)
-    for line in found.warnings:
+    return with_warnings(into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check, cache))
+
+
+def with_warnings(bundle: Bundle) -> Bundle:
+    """The bundle, once what its export warned of is printed."""
+    for line in bundle.warnings:
         print(f"warning: {line}", file=sys.stderr, flush=True)
-    return found
+    return bundle
 
 
 def _advice(table: ExportConfig, made: Mapping[str, Any], fault: str) -> str:

@@ -14,7 +14,7 @@ from edge_bench.command_line import known_names, names_of
 from edge_bench.data import datasets
 from edge_bench.data.datasets import Divided
 from edge_bench.data.table import DataConfig
-from edge_bench.own_model import ExportConfig, open_module
+from edge_bench.own_model import ExportConfig, open_module, with_warnings
 from edge_client import toml
 from edge_client.authored import is_place
 from edge_client.bundle import Bundle
@@ -152,7 +152,7 @@ def find_bundle(name: str) -> Bundle:
     file, extension, _ = Path(name).name.partition(".py")
     if extension and not is_place(name):
         raise ConfigError(f"bundle = {name!r} names no function; write {file}.py:FUNCTION, such as {file}.py:build")
-    return Bundle.open(bundle_folder(name, Path(), *NAMES))
+    return with_warnings(Bundle.open(bundle_folder(name, Path(), *NAMES)))
 
 
 def prepare(config: SimulationConfig) -> tuple[Bundle, Divided]:
