@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
+import client_rig
 import httpx
 import numpy as np
 import pytest
@@ -21,10 +22,18 @@ from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.data import DataFile, DeviceData, read
 from edge_client.device.client import Client
 from edge_client.device.local import Chosen, choose_model
-from edge_client.errors import BundleError, ConfigError, DataError, MaskfleetError, ServerError, StateError
+from edge_client.errors import (
+    BundleError,
+    ConfigError,
+    DataError,
+    MaskfleetError,
+    PayloadError,
+    ServerError,
+    StateError,
+)
 from edge_client.events import Event
 from edge_client.methods.fedavg import FedAvg
-from edge_client.protocol.messages import Enrolled, Report, Wait
+from edge_client.protocol.messages import Enrolled, Receipt, Report, Wait
 from edge_client.protocol.metrics import split_metrics
 from edge_client.protocol.payload import decode
 from edge_client.task import Task
@@ -45,6 +54,16 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     before = len(coordinator.requests)
     assert device(tmp_path, coordinator).run().ended == "finished"
     assert len(coordinator.requests) == before
+
+
+def test_an_update_that_is_acknowledged_with_another_digest_stays_pending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_rig, "Receipt", lambda **said: Receipt(**{**said, "sha256": "0" * 64}))
+    with pytest.raises(PayloadError, match=r"SHA-256 000000000000\.\.\., not the one sent"):
+        device(tmp_path, Coordinator()).run()
+    assert list(tmp_path.glob("pending-*"))
+    assert not list(tmp_path.glob("kept-*"))
 
 
 def test_the_arrays_of_a_file_do_not_outlive_the_samples_made_of_them(
