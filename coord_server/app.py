@@ -65,10 +65,11 @@ def create_app(
     app.add_middleware(bodies.BoundedBody, patience=body_patience)
     app.add_middleware(access.Admission, coordinator=coordinator, places=app.state.places)
     for router in (
-        device.router, artifacts.own, bundles.router, tokens.router, watch.router, watch.figures, artifacts.router,
-        operator.router, operator.health,
+        device.router, artifacts.own, bundles.router, tokens.router, watch.router, artifacts.router, operator.router,
     ):  # fmt: skip
         app.include_router(router, dependencies=[Depends(openapi.documented_query)])
+    for router in (watch.figures, operator.health):  # probes may add a parameter against caches
+        app.include_router(router)
     app.state.open_metrics = open_metrics
     app.add_middleware(watch.Counted)
     if allow_origins:  # outermost: it answers preflights, and every answer has its headers

@@ -185,8 +185,13 @@ def test_every_operation_refuses_a_query_parameter_that_the_document_does_not_ha
 ) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a")
+        probed = {"GET /v1/health", "GET /metrics"}  # which may have a parameter against caches
         for name, _ in operations(document):
             method, path = name.split(" ")
+            if name in probed:
+                answer = await fleet.operator(method, f"{path}?odd=1")
+                assert answer.status_code == 200
+                continue
             said = refused(await fleet.http.request(method, f"{re.sub('{.*?}', 'fed', path)}?odd=1"), "bad-message")
             assert f"{name} takes" in said
             assert "'odd'" in said
@@ -195,7 +200,6 @@ def test_every_operation_refuses_a_query_parameter_that_the_document_does_not_ha
         said = refused(await fleet.operator("GET", "/v1/federations?phase=paused&phase=running"), "bad-message")
         assert "'phase' 2 times" in said
         assert (await fleet.operator("HEAD", "/v1/health")).status_code == 200
-        refused(await fleet.operator("GET", "/v1/health?verbose=1"), "bad-message")
         assert (await fleet.operator("GET", "/login?next=/&odd=1")).status_code == 200  # a page's address may have more
 
     play(tmp_path, script)

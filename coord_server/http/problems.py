@@ -24,7 +24,7 @@ JSON = re.compile(r"application/(.*\+)?json\s*(;|$)", re.IGNORECASE)
 """A Content-Type whose message is read as JSON."""
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
-    "health": ("bad-message", "too-many", "too-busy"),
+    "health": ("too-many", "too-busy"),
     "device": ("unauthorized", "device-removed", "not-loaded", "bad-message", "too-many", "too-busy", *_STORAGE),
     "operator": (
         "unauthorized",

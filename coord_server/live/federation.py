@@ -388,7 +388,10 @@ class LiveFederation:
         return found
 
     async def global_values(self) -> dict[str, NDArray[np.float32]]:
-        """The global model after the last closed round, by name. Raises ConfigError when there is none, StateError."""
+        """The global model after the last closed round, by name. Raises StateError, ConfigError when there is none.
+
+        The method's own reason for having none comes before that of a federation without a closed round.
+        """
         method, now = self._method_state.method, await self._method_state.current()
         model = await asyncio.to_thread(global_model, method, now.course, now.state, now.round)
         if now.round == 0:

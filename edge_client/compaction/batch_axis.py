@@ -23,8 +23,8 @@ _REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 
 def unmerge_batch(net: Net) -> None:
     """Write on unmerged axes what `net` computes on axes that merge the batch with others, in place."""
-    # By value: its copy with a batch axis of its own, and that axis. A copy whose rows were merged with axes on both
-    # sides of the batch has more than one axis more; only linear layers and reshapes read it.
+    # By value: its copy with a batch axis of its own, and that axis. Where rows merged axes on both sides of the batch,
+    # the copy has more than one additional axis; only linear layers and reshapes read it.
     unmerged: dict[str, tuple[str, int]] = {}
     same: dict[str, str] = {}
     nodes, net.nodes = net.nodes, []

@@ -62,7 +62,8 @@ def widen(model: ModelProto, kinds: Collection[str] = _WIDENED) -> ModelProto:
     norms, linear layers and the plain operations between them run on float64 copies of their inputs. ONNX Runtime has
     convolutions in float32 only: where a batch-norm alone reads one, its bias is left out and subtracted from the
     batch-norm's mean instead.
-    Weights are not touched, so nothing is shared with the folding done by `preparation`.
+
+    Weights stay as they are: the folding of norms, by `preparation`, is compared with a graph that folds nothing.
     """
     made = ModelProto()
     made.CopyFrom(model)

@@ -221,8 +221,8 @@ class Journal:
         with disk(self.folder):
             os.replace(self._path("pending", round_), self._path("kept", round_))
         kept = sorted(self._rounds("kept"))
-        count = [r for r in kept if r <= round_][-KEPT_ROUNDS:]
-        self._drop([r for r in kept if r not in count], "kept")
+        valid = [r for r in kept if r <= round_][-KEPT_ROUNDS:]
+        self._drop([r for r in kept if r not in valid], "kept")
 
     def drop_pending(self) -> None:
         """Forget the update that is not acknowledged: its round went on without this device."""

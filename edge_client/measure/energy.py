@@ -127,7 +127,7 @@ def joules(trace: Trace, start: float, end: float) -> Energy:
 
 
 def _check_covers(trace: Trace, start: float, end: float) -> None:
-    """Raise MeterError unless the trace covers the window from `start` to `end`, nearly."""
+    """Raise MeterError unless the trace covers nearly all of the window from `start` to `end`."""
     times, reach = trace.times, REACH * trace.period + trace.skew
     if not end > start:
         raise MeterError(f"a window from {start:.3f} to {end:.3f} s has no length; measure for longer")
