@@ -196,13 +196,12 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
     fixed, rest = biased(constant, constant.ndim - 1)
     small = part[np.maximum(columns, 0)] * (columns >= 0)[:, None]
     if node.op_type == "Gemm":
-        turned = not w.has(small)
-        inputs = [given, w.constant(small.T if turned else small), *([w.constant(fixed)] if fixed.any() else [])]
-        made = w.emit("Gemm", inputs, **({"transB": 1} if turned else {}))
+        factor, tied = w.matrix(small.T)
+        inputs = [given, factor, *([w.constant(fixed)] if fixed.any() else [])]
+        made = w.emit("Gemm", inputs, **({} if tied else {"transB": 1}))
     else:
-        tied = w.has(small.T)  # as an embedding's table, which is stored once
-        factor = w.emit("Transpose", [w.constant(small.T)], perm=[1, 0]) if tied else w.constant(small)
-        made = w.emit("MatMul", [given, factor])
+        factor, tied = w.matrix(small)
+        made = w.emit("MatMul", [given, w.emit("Transpose", [factor], perm=[1, 0]) if tied else factor])
         if fixed.any():
             made = w.emit("Add", [made, w.constant(fixed)])
     if rest is not None:

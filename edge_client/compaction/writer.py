@@ -169,9 +169,11 @@ class Writer:
             self.constants[self._made[key]] = value
         return self._made[key]
 
-    def has(self, value: Array) -> bool:
-        """Whether an equal constant is there already."""
-        return _key(np.ascontiguousarray(value)) in self._made
+    def matrix(self, value: Array) -> tuple[str, bool]:
+        """The name of a constant matrix; of its transpose, and True, where that alone is stored: a tied weight."""
+        stored, turned = (_key(np.ascontiguousarray(v)) in self._made for v in (value, value.T))
+        tied = turned and not stored
+        return self.constant(value.T if tied else value), tied
 
     def integers(self, *values: int) -> str:
         """A constant vector of sizes or places."""
