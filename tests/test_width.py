@@ -268,3 +268,15 @@ def test_an_option_is_auto_none_or_a_number() -> None:
     for text in ("", "0", "-4", "4.0", "wide", "9999"):
         with pytest.raises(ConfigError, match="--align"):
             align_of(text)
+
+
+def test_a_layer_that_another_reads_with_nothing_between_is_a_stream() -> None:
+    text = """
+    <ir_version: 9, opset_import: ["" : 20]>
+    g (float[n,6] x, float[12,6] a, float[4,12] h) => (float[n,4] y) {
+      u = Gemm<transB=1>(x, a)
+      y = Gemm<transB=1>(u, h)
+    }
+    """
+    (found,) = streams(analysed(model(text, {}), np.zeros((2, 6), np.float32)))
+    assert (found.size, len(found.layers), len(found.readers)) == (12, 1, 1)

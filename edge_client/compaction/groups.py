@@ -43,7 +43,7 @@ def find_groups(model: ModelProto, tensors: Mapping[str, Shape], sample: Shape, 
 
 
 @dataclass(frozen=True)
-class _Places:
+class _Located:
     """Where atoms lie: atom a at `entry[a]` of `axes[axis[a]]`; `axis` is -1 where no layer makes or reads it."""
 
     axes: list[tuple[str, int]]
@@ -57,16 +57,16 @@ Family = tuple[tuple[int, int], ...]
 
 def _collected(found: Labelled) -> Found:
     """Channels of one family are a group, unless there is only one."""
-    atoms, forward, places = found.atoms, _forward(found), _located(found.atoms)
-    families, stopped = _families(atoms, places)
+    atoms, forward, located = found.atoms, _forward(found), _located(found.atoms)
+    families, stopped = _families(atoms, located)
     groups = []
     for family, channels in families.items():
         if len(channels) < 2:
             for k, _ in family:
-                if atoms.roles[places.axes[k]] == "makes":
-                    stopped.setdefault(places.axes[k][0], "all its channels hang together")
+                if atoms.roles[located.axes[k]] == "makes":
+                    stopped.setdefault(located.axes[k][0], "all its channels hang together")
             continue
-        groups.append(_group(atoms, places, family, channels, forward))
+        groups.append(_group(atoms, located, family, channels, forward))
     groups.sort(key=lambda g: min((forward.get(p.tensor, len(forward)), p.of(g.size).min()) for p in g.at("makes")))
     weights = {name for (name, _), role in atoms.roles.items() if role == "makes"}
     last = max(weights, key=lambda name: forward.get(name, -1), default="")
@@ -74,19 +74,19 @@ def _collected(found: Labelled) -> Found:
     return Found(_named(groups), tuple(dict.fromkeys(f"{_layer(n)}: {stopped[n]}" for n in names)))
 
 
-def _located(atoms: Atoms) -> _Places:
+def _located(atoms: Atoms) -> _Located:
     axes = [key for key in atoms.first if key in atoms.roles]
     axis, entry = np.full(len(atoms.root), -1), np.zeros(len(atoms.root), np.int64)
     for k, (name, at) in enumerate(axes):
         low, n = atoms.first[name, at], atoms.tensors[name][at]
         axis[low : low + n] = k
         entry[low : low + n] = np.arange(n)
-    return _Places(axes, axis, entry)
+    return _Located(axes, axis, entry)
 
 
-def _families(atoms: Atoms, places: _Places) -> tuple[dict[Family, list[NDArray[np.int64]]], dict[str, str]]:
+def _families(atoms: Atoms, located: _Located) -> tuple[dict[Family, list[NDArray[np.int64]]], dict[str, str]]:
     """The channels of each family, a channel as its atoms; and by weight why its channels cannot leave."""
-    used = np.flatnonzero(places.axis >= 0)
+    used = np.flatnonzero(located.axis >= 0)
     fixed = {int(atoms.root[a]): why for a, why in atoms.fixed.items()}
     by_root: dict[int, list[int]] = {}
     for atom in used[np.argsort(atoms.root[used], kind="stable")]:
@@ -95,8 +95,8 @@ def _families(atoms: Atoms, places: _Places) -> tuple[dict[Family, list[NDArray[
     stopped: dict[str, str] = {}
     for root, members in by_root.items():
         own = np.array(members)
-        kinds, counts = np.unique(places.axis[own], return_counts=True)
-        makers = [places.axes[k][0] for k in kinds if atoms.roles[places.axes[k]] == "makes"]
+        kinds, counts = np.unique(located.axis[own], return_counts=True)
+        makers = [located.axes[k][0] for k in kinds if atoms.roles[located.axes[k]] == "makes"]
         if not makers:
             continue
         if root in fixed:
@@ -130,24 +130,24 @@ def _forward(found: Labelled) -> dict[str, int]:
 
 
 def _group(
-    atoms: Atoms, at: _Places, family: Family, channels: list[NDArray[np.int64]], forward: Mapping[str, int]
+    atoms: Atoms, located: _Located, family: Family, channels: list[NDArray[np.int64]], forward: Mapping[str, int]
 ) -> ChannelGroup:
     """The group of a family's channels, in the order of their entries in the first layer that makes them."""
     table = np.stack(channels)  # [channels, places of one]
-    kinds, most = at.axis[table], np.iinfo(np.int64).max
+    kinds, most = located.axis[table], np.iinfo(np.int64).max
     first = min(
-        (k for k, _ in family if atoms.roles[at.axes[k]] == "makes"),
-        key=lambda k: forward.get(at.axes[k][0], len(forward)),
+        (k for k, _ in family if atoms.roles[located.axes[k]] == "makes"),
+        key=lambda k: forward.get(located.axes[k][0], len(forward)),
     )
-    own = np.where(kinds == first, at.entry[table], most).min(axis=1)
+    own = np.where(kinds == first, located.entry[table], most).min(axis=1)
     table, kinds = table[np.argsort(own)], kinds[np.argsort(own)]
     places: list[Place] = []
     for k, count in family:
-        entries = np.sort(np.where(kinds == k, at.entry[table], most), axis=1)[:, :count]
-        name, axis = at.axes[k]
+        entries = np.sort(np.where(kinds == k, located.entry[table], most), axis=1)[:, :count]
+        name, axis = located.axes[k]
         places += _places(name, axis, atoms.roles[name, axis], entries)
     places.sort(key=lambda p: (forward.get(p.tensor, len(forward)), p.axis))
-    return ChannelGroup(_layer(at.axes[first][0]), len(table), tuple(places))
+    return ChannelGroup(_layer(located.axes[first][0]), len(table), tuple(places))
 
 
 def _places(tensor: str, axis: int, role: Role, entries: NDArray[np.int64]) -> list[Place]:

@@ -42,7 +42,7 @@ class Exchange:
         try:
             return self.remote.fetch(path, work.downlink_size, work.downlink, what)
         except ServerError as error:
-            if error.status not in (404, 410):
+            if error.status not in (404, 410):  # a fetch conflicts with nothing
                 raise
             self._went_on(work.round, error)
             return None

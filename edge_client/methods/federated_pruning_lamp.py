@@ -62,7 +62,7 @@ class FederatedPruningLamp(FedMap):
         """The mask of a round, of all weights and not only of those that the last one kept."""
         part = prunable(course.model.manifest)
         scores = lamp_scores(part.gather(theta), part.places)
-        return keep_largest(scores, self.kept(course, round_))
+        return keep_largest(scores, self.keep_count(course, round_))
 
     # --- server half
 

@@ -218,7 +218,7 @@ class FedMap(Coded):
             share *= factor
         return max(1, round(max(share, self.floor) * size))
 
-    def kept(self, course: Course, round_: int) -> int:
+    def keep_count(self, course: Course, round_: int) -> int:
         """The weights that stay in a round: K_t, and one a layer where there are more layers.
 
         LAMP leaves every layer its largest weight, whose score is 1; fewer weights than layers would cut the network.
@@ -229,7 +229,7 @@ class FedMap(Coded):
     def pruned(self, course: Course, round_: int, theta: F32, mask: Bits) -> Bits:
         """M_t within M_(t-1), by LAMP; `theta` becomes zero outside it, in place."""
         part = prunable(course.model.manifest)
-        live, keep = np.flatnonzero(mask), self.kept(course, round_)
+        live, keep = np.flatnonzero(mask), self.keep_count(course, round_)
         if keep >= live.size:
             return mask
         values = part.gather(theta)
@@ -271,7 +271,7 @@ class FedMap(Coded):
         They do not when the operator has changed the number of rounds, and with it the schedule, since it was made.
         """
         live = int(np.count_nonzero(mask))
-        return live == min(live + pruned, self.kept(course, round_))
+        return live == min(live + pruned, self.keep_count(course, round_))
 
     def exchanged(self, model: Model) -> int:
         """All parameters: bits per parameter then fall with the weights that remain."""
