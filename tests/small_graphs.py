@@ -134,6 +134,16 @@ GRAPHS: dict[str, Graph] = {
         {"a": (6, 2, 3, 3), "ab": (6,), "g": (6,), "h": (6,), "mu": (6,), "va": (6,), "sl": (6, 1, 1),
          "b": (8, 6, 3, 3), "bb": (8,), "ig": (8,), "ih": (8,), "c": (8, 8, 3, 3), "cb": (8,)},
     ),
+    "group norm": _image(
+        f"u = {CONV} (x, a, ab) parts = Constant <value_ints = [0, 4, -1]> () r = Reshape(u, parts) "
+        "l = Constant <value_ints = [2]> () mu = ReduceMean(r, l) d = Sub(r, mu) e = Mul(d, d) va = ReduceMean(e, l) "
+        "tiny = Constant <value_float = 0.001> () ve = Add(va, tiny) s = Sqrt(ve) n = Div(d, s) "
+        "image = Constant <value_ints = [0, 12, 6, 6]> () i = Reshape(n, image) "
+        "row = Constant <value_ints = [1, 12, 1, 1]> () g4 = Reshape(g, row) k = Mul(i, g4) "
+        f"h4 = Reshape(h, row) j = Add(k, h4) v = Relu(j) w = {CONV} (v, b, bb) z = Relu(w) ",
+        "z",
+        {"a": (12, 2, 3, 3), "ab": (12,), "g": (12,), "h": (12,), "b": (8, 12, 3, 3), "bb": (8,)},
+    ),
     "norm over channels": Graph(
         (4, 5),
         {"a": (5, 8), "ab": (8,), "g": (8,), "h": (8,), "b": (8, 12), "bb": (12,), "c": (12, 8), "cb": (8,),

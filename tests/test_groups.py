@@ -36,6 +36,7 @@ SIZES = {
     "transposed skip": {"a": 4, "b": 6, "up": 4, "c": 8},
     "squeeze and excite": {"a": 8, "b": 4, "d2": 8},
     "norms and slopes": {"a": 6, "b": 8, "c": 8},
+    "group norm": {"a": 4, "b": 8},
     "norm over channels": {"b": 12},
     "heads": {"q": 3, "p": 8},
     "fused heads": {"a": 3, "p": 8},
@@ -101,6 +102,20 @@ def test_norms_and_slopes_belong_to_their_channel() -> None:
         "holds sl.0 4",
     }
     assert places("norms and slopes", "a", 4) == due | {"reads b.1 4"}
+
+
+def test_the_channels_that_a_group_norm_takes_together_leave_together() -> None:
+    due = {f"{role} {tensor}.0 6 7 8" for role, tensor in [("makes", "a"), ("shifts", "ab"), ("scales", "g")]}
+    assert places("group norm", "a", 2) == due | {"shifts h.0 6 7 8", "reads b.1 6 7 8"}
+
+
+def test_a_part_of_a_group_norm_with_the_model_s_inputs_in_it_stays() -> None:
+    body = (
+        "h = Gemm <transB = 1> (x, a) c = Concat <axis = 1> (h, x) parts = Constant <value_ints = [0, 4, 3]> () "
+        "r = Reshape(c, parts) n = Softmax <axis = 2> (r) f = Flatten(n) logits = Gemm <transB = 1> (f, o)"
+    )
+    made = found(Graph((5,), {"a": (7, 5), "o": (3, 12)}, body, {}, {}))
+    assert [(g.size, g.at("makes")[0].of(g.size).tolist()) for g in made.groups] == [(2, [[0, 1, 2], [3, 4, 5]])]
 
 
 def test_a_head_is_a_channel_also_of_a_fused_projection() -> None:

@@ -124,6 +124,22 @@ def _transformer() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 12), block, nn.Flatten(), nn.Linear(72, 5))
 
 
+class _GroupNorms(nn.Module):
+    """A residual block whose layers have group norms of different parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(2, 12, 3, padding=1), nn.GroupNorm(4, 12), nn.ReLU())
+        self.deep = nn.Sequential(nn.Conv2d(12, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8), nn.SiLU())
+        self.up = nn.Sequential(nn.Conv2d(8, 12, 1), nn.GroupNorm(6, 12, affine=False))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        h = self.stem(x)
+        return self.head((h + self.up(self.deep(h))).mean((2, 3)))
+
+
 Make = Callable[[int, int], nn.Module]
 CHOICES = {"half": (2, 1), "one channel": (99, 0), "only the second layer": (1, 3)}  # every n-th channel from
 
@@ -201,9 +217,10 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_Padded, (2, 6, 6), {"first": 4, "stem": 6, "wide": 4}),
         (_both_ways, (6, 3), {"0.layer": 6}),
         (_transformer, (6, 3), {"1.self_attn": 4, "1.linear1": 16}),
+        (_GroupNorms, (2, 6, 6), {"stem.0": 2, "deep.0": 2}),
     ],
 )
-def test_padded_shortcuts_layers_of_two_directions_and_heads_are_cut(
+def test_padded_shortcuts_layers_of_two_directions_heads_and_group_norms_are_cut(
     make: Callable[[], nn.Module], sample: tuple[int, ...], groups: dict[str, int], tmp_path: Path
 ) -> None:
     target = Classification(classes=5)

@@ -142,6 +142,18 @@ def test_whole_heads_that_are_gone_are_not_computed(name: str, gone: list[int], 
     assert not report.stopped
 
 
+@pytest.mark.parametrize("align", ["none", "rule"])
+def test_whole_groups_of_a_group_norm_that_are_gone_are_not_computed(align: Align, tmp_path: Path) -> None:
+    graph = GRAPHS["group norm"]
+    values = masked(graph, "weight", 1.0, 0)
+    for name in ("a", "ab", "g", "h"):
+        values[name][[0, 1, 2, 6, 7, 8]] = 0
+    model, report, error = compact(graph, values, tmp_path, align)
+    assert error <= 1e-5
+    assert weights(model, "Conv") == [(6, 2, 3, 3), (8, 6, 3, 3)]
+    assert not report.stopped
+
+
 def test_heads_that_share_an_axis_with_the_batch_are_right_for_every_sample(tmp_path: Path) -> None:
     """Queries live in head 0 alone, keys in both: sixteen samples must not get the scores of the first."""
     values = masked(MERGED_HEADS, "act", 1.0, 7)

@@ -167,6 +167,20 @@ class Labelled:
         self.atoms.join(labels, np.where(least == np.iinfo(np.int64).max, NONE, least))
         return not np.array_equal(before, self.atoms.root)
 
+    def _joined(self, labels: Labels, axis: int) -> bool:
+        """Join the labels of each line along `axis`, such as a group of a group norm; False if that leaves one channel.
+
+        A line with an entry that must stay is fixed.
+        """
+        roots = self.atoms.roots(labels)
+        line = roots.max(axis=axis, keepdims=True)
+        if not any(_differ(line, a) for a in range(line.ndim)):
+            return False
+        loose = np.broadcast_to((roots == NONE).any(axis=axis, keepdims=True), labels.shape)
+        self.atoms.fix(labels[loose], "an operator joins them with entries that must stay")
+        self.atoms.join(labels, line)
+        return True
+
     def _lines(self, labels: Labels, axis: int, node: NodeProto) -> Labels:
         """The label of every entry of `axis`. Labels that differ within an entry are fixed, and the entry has none."""
         roots = np.moveaxis(self.atoms.roots(labels), axis, 0).reshape(labels.shape[axis], -1)
@@ -322,11 +336,12 @@ class Labelled:
             roots = atoms.roots(own)
             for axis, free in enumerate(found.apart):
                 if not free and own.shape[axis] > 1:
-                    if _differ(roots, axis):
+                    if _differ(roots, axis) and not self._joined(own, axis):
                         atoms.fix(own, self._why(node))
                         own = np.full((1,) * rank, NONE)
                         break
-                    own, roots = own.max(axis=axis, keepdims=True), roots.max(axis=axis, keepdims=True)
+                    own = own.max(axis=axis, keepdims=True)
+                    roots = atoms.roots(own)
             wide.append(own)
         joined = np.full((1,) * rank, ANY)
         for own in sorted(wide, key=lambda v: -v.size):

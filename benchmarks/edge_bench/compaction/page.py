@@ -38,7 +38,8 @@ constant is it otherwise, and does an output depend on it. What does not vary or
 What stays although its mask would let it go:
 
 * **Norms over channels** (layer norm, group norm, softmax or a length over channels): a constant channel takes part in
-  the mean and the deviation. The layers before it are cut, the norm reads all its channels.
+  the mean and the deviation. The layers before it are cut, the norm reads all its channels. A group norm is computed
+  without those of its groups that are gone as a whole.
 * **Heads**: all heads of an attention are computed at once, so each is as wide as the widest; those that are gone as a
   whole are left out. An operator that takes heads only of the same entries, as the rotation of pairs by their positions
   does, keeps more: its halves, in another order, would need a gather of their own in each head.
@@ -84,7 +85,8 @@ are cut in memory when the channels change. This is another cut than the one abo
 Groups are found once, by the export, which cuts every graph by half of each group's channels as a trial. A group that
 a graph cannot be cut by is named in the manifest under `stopped`, with the operator. These can be cut: linear layers,
 convolutions (also depthwise, grouped by whole groups, and transposed), batch-norms, sums and shortcuts padded with
-channels, heads of an attention, and units of LSTM, GRU and RNN, alike in both directions. Norms over channels cannot.
+channels, heads of an attention, and units of LSTM, GRU and RNN, alike in both directions. The channels that a group
+norm takes together leave together; under a norm over all channels none leaves.
 
 A test compares the table with trial runs. A trial covers operators that the table lacks, but it runs each many
 times on values of full size, too slow for a device that cuts a graph of 1,700 nodes in the middle of a federation. The
