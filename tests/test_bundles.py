@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,17 @@ def test_a_bundle_is_built_once_to_the_same_bytes_and_found_again(
     assert bundles.open_named("mlp-mnist", tmp_path / "a").manifest == first.manifest
     with pytest.raises(ConfigError, match=r"maskfleet\[author\]"):
         bundles.open_named("mlp-mnist", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "module", ["edge_client.compaction.labels", "edge_client.training.cut_rules", "edge_export.groups"]
+)
+def test_the_code_that_finds_channel_groups_is_part_of_the_recipe(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = bundles.recipe()
+    changed = Path(import_module(module).__file__ or "")
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == changed))
+    assert bundles.recipe() != before
 
 
 def test_changed_code_builds_a_bundle_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from edge_kernels import counter
-
-from edge_client import bundle
 from edge_client.bundle import MANIFEST, Bundle
 from edge_client.errors import BundleError, ConfigError
-from edge_client.graph import check
 from edge_client.named_bundles import packaged
 
 NAMES = (
@@ -51,6 +47,21 @@ NAMES = (
 """What `pretrain` builds; docs/models.md describes each."""
 REVISIONS = {"mlp-mnist04": 2, "cnn-femnist-pretrained": 2}
 """Raised when the weights of a bundle change; 1 of all others. 2: each processor trains the same weights."""
+CODE = (
+    "edge_bench.pretrain",
+    "edge_bench.data",
+    "edge_bench.models",
+    "edge_export",
+    "edge_client.bundle",
+    "edge_client.targets",
+    "edge_client.graph",
+    "edge_client.compaction",
+    "edge_client.narrow",
+    "edge_client.training",
+    "edge_kernels.channels",
+    "edge_kernels.counter",
+)
+"""The packages and modules that decide what a bundle holds: its weights, its graphs and its channel groups."""
 UNSEEN = {"cnn-femnist-pretrained": ("femnist", 57)}
 """Pre-trained bundles that have seen a data set, test samples too: its name, and how many of its first owners they have
 not seen."""
@@ -118,9 +129,8 @@ def into_cache(
 
 def recipe() -> str:
     """Twelve hex digits of everything that decides a built bundle's bytes but PyTorch itself."""
-    here = Path(__file__).parent
-    exporter = find_spec("edge_export")
-    places = [] if exporter is None else [Path(p) for p in exporter.submodule_search_locations or ()]
-    files = [here / "pretrain.py", *(Path(module.__file__ or "") for module in (bundle, check, counter))]
-    files += [file for place in (here / "data", here / "models", *places) for file in sorted(place.glob("*.py"))]
+    files: list[Path] = []
+    for spec in filter(None, map(find_spec, CODE)):
+        folders = spec.submodule_search_locations
+        files += [Path(spec.origin or "")] if folders is None else sorted(Path(next(iter(folders))).rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
