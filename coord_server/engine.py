@@ -28,6 +28,8 @@ The rules
   only failure that is accepted.
 * An attempt that could not be closed may still get updates. Once they are enough, the round closes at once, or when the
   federation resumes.
+* A lease follows from the round's global value: an update to another value, of rounds that a restored backup has lost,
+  does not count.
 * An update is named by round, device, lease and digest. The same one again gets the same acknowledgement; another
   body for the same lease is refused; so are a foreign round, lease or device. An acknowledged update is counted
   exactly once, even when its device is removed afterwards.
@@ -255,7 +257,7 @@ def _foreign(config: FederationConfig, state: State, event: events.Updated | eve
     if round_ != state.round:
         at = f"the federation is at round {state.round}; ask for work again"
         return _refuse(state, "wrong-round", f"this {what} is for round {round_}, {at}")
-    if event.lease != lease(config, round_, device):
+    if event.lease != lease(config, state, device):
         due = f"the one device {device!r} has in round {round_}; ask for work"
         return _refuse(state, "wrong-lease", f"lease {event.lease!r} is not {due}")
     if device in state.received:
@@ -272,7 +274,7 @@ def _foreign(config: FederationConfig, state: State, event: events.Updated | eve
 
 def _updated(config: FederationConfig, state: State, event: events.Updated) -> Step:
     device, sha256 = event.device, event.sha256
-    mine = event.round == state.round and event.lease == lease(config, event.round, device)
+    mine = event.round == state.round and event.lease == lease(config, state, device)
     if mine and state.received.get(device) == sha256:
         return state, (Acknowledge(event.round, device, sha256, duplicate=True),)
     foreign = _foreign(config, state, event, "update")
@@ -320,8 +322,8 @@ def _aggregated(config: FederationConfig, state: State, event: events.Aggregated
     changed = state.changed if state.next_rounds is None else {**state.changed, "rounds": state.next_rounds}
     signal: Signal = "end" if state.round == (state.next_rounds or config.rounds) else "advance"
     moved = _move(state, signal)
-    clean = State(phase=moved.phase, stage=moved.stage, round=state.round, fault=state.fault, changed=changed,
-                  places=state.places)  # fmt: skip
+    clean = State(phase=moved.phase, stage=moved.stage, round=state.round, value=event.value, fault=state.fault,
+                  changed=changed, places=state.places)  # fmt: skip
     if signal == "end":
         return replace(clean, fault=None), (Finish(state.round),)
     following = replace(clean, round=state.round + 1)

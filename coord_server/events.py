@@ -77,6 +77,8 @@ class Aggregated(Event):
 
     round: int
     attempt: int
+    value: str = ""
+    """SHA-256 of the new global value; a simulation, which sends no lease, gives none."""
 
 
 @dataclass(frozen=True)

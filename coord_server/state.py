@@ -23,6 +23,8 @@ class State:
     stage: Stage = "idle"
     round: int = 0
     """The round under way or about to start; 0 while recruiting, N when finished."""
+    value: str = ""
+    """SHA-256 of the global value that the last round left; empty before the first has closed."""
     attempt: int = 0
     """Attempts of this round that have opened."""
     tries: int = 0
@@ -64,9 +66,12 @@ def in_force(config: FederationConfig, state: State) -> FederationConfig:
     return config.model_copy(update=dict(state.changed)) if state.changed else config
 
 
-def lease(config: FederationConfig, round_: int, device: str) -> str:
-    """The name of one device's turn in one round, the same in every attempt: 16 hex digits."""
-    return f"{counter.key(config.seed, 'lease', config.name, round_, device):016x}"
+def lease(config: FederationConfig, state: State, device: str) -> str:
+    """The name of one device's turn in the round under way, the same in every attempt: 16 hex digits.
+
+    It follows from the global value too. So an update to a value that a restored backup has lost does not count.
+    """
+    return f"{counter.key(config.seed, 'lease', config.name, state.round, state.value, device):016x}"
 
 
 def choose_cohort(

@@ -39,4 +39,4 @@ def opened(c: FederationConfig, names: str = "abc") -> State:
 
 
 def updated(c: FederationConfig, state: State, device: str, now: float = 1.0, sha256: str = "s") -> Updated:
-    return Updated(now, state.round, device, engine.lease(c, state.round, device), sha256)
+    return Updated(now, state.round, device, engine.lease(c, state, device), sha256)

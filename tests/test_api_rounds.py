@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -154,6 +156,37 @@ def test_a_report_restores_the_count_of_a_last_downlink_that_a_crash_lost(tmp_pa
     with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal, journal:  # what a kill leaves behind
         journal.execute("update devices set last_down = null, report = null")
     assert play(tmp_path, second) == play(tmp_path, third)
+
+
+def test_an_update_to_a_value_that_a_restored_backup_has_lost_does_not_count(tmp_path: Path) -> None:
+    """In one course of events "a" trains round 1, in the other it has another update; both go on to round 2."""
+    folder, backup = tmp_path / "data", tmp_path / "backup"
+
+    async def first(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+
+    async def second(fleet: Fleet, values: int) -> dict[str, Any]:
+        work = await fleet.due("a")
+        body = update(np.full(D, values, np.float32))
+        assert (await fleet.upload("a", work["round"], work["lease"], body)).status_code == 201
+        assert (await fleet.train("bb")).status_code == 201
+        return await fleet.due("a")
+
+    async def late(fleet: Fleet) -> None:
+        now, body = await second(fleet, 2), update(np.ones(D, np.float32))
+        assert now["round"] == lost["round"] == 2
+        assert "ask for work" in refused(await fleet.upload("a", 2, lost["lease"], body), "wrong-lease")
+        assert (await fleet.upload("a", 2, now["lease"], body)).status_code == 201
+
+    play(folder, first)
+    shutil.copytree(folder, backup)
+    lost = play(folder, lambda fleet: second(fleet, 1))
+    same = backup.with_name("same")
+    shutil.copytree(backup, same)
+    assert play(same, lambda fleet: second(fleet, 1))["lease"] == lost["lease"]
+    shutil.rmtree(folder)
+    shutil.copytree(backup, folder)
+    play(folder, late)
 
 
 def test_a_report_before_the_last_round_counts_no_last_downlink(tmp_path: Path) -> None:

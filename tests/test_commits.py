@@ -61,7 +61,7 @@ class Process:
         return Present(now, NAMES, len(NAMES))
 
     async def update(self, device: str, sha256: str = "5" * 64, round_: int = 1) -> tuple[Decision, ...]:
-        event = Updated(1.0, round_, device, engine.lease(self.config, round_, device), sha256)
+        event = Updated(1.0, round_, device, engine.lease(self.config, engine.State(round=round_), device), sha256)
         return await self.commits.submit(event, add(device, sha256, round_))
 
     async def open(self) -> None:
@@ -166,7 +166,7 @@ def test_no_cohort_is_drawn_in_the_transaction_that_removes_a_device(tmp_path: P
     async def script(p: Process) -> None:
         await p.open()
         await asyncio.gather(p.update("a"), p.update("b"))
-        failed = Failed(1.0, 1, "c", engine.lease(p.config, 1, "c"), "lost", "disk")
+        failed = Failed(1.0, 1, "c", engine.lease(p.config, engine.State(round=1), "c"), "lost", "disk")
         await asyncio.gather(p.commits.submit(Removed(1.0, "z")), p.commits.submit(failed))
         assert (p.commits.state.stage, p.commits.state.cohort) == ("drawing", ())
         await p.commits.submit(await p.present(2.0))
@@ -210,7 +210,7 @@ def test_a_refusal_of_an_old_memory_is_decided_again(tmp_path: Path) -> None:
     async def script(p: Process, q: Process) -> None:
         await p.open()
         assert q.commits.state.phase == "recruiting"
-        event = Updated(1.0, 1, "a", engine.lease(q.config, 1, "a"), "5" * 64)
+        event = Updated(1.0, 1, "a", engine.lease(q.config, engine.State(round=1), "a"), "5" * 64)
         assert isinstance(await q.commits.ask(event), Acknowledge)
         await p.commits.submit(Paused(2.0))
         await q.commits.submit(Resumed(3.0))

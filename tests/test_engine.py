@@ -46,7 +46,7 @@ from edge_client.protocol.messages import Failure, FederationConfig, Phase
 
 
 def failed(c: FederationConfig, state: State, device: str, now: float = 1.0, kind: Any = "diverged") -> Failed:
-    return Failed(now, state.round, device, engine.lease(c, state.round, device), kind, "loss is NaN")
+    return Failed(now, state.round, device, engine.lease(c, state, device), kind, "loss is NaN")
 
 
 def refused(said: list[Decision]) -> str:
@@ -225,7 +225,7 @@ def test_foreign_rounds_leases_and_devices_are_refused_and_change_nothing(make: 
     good = make(c, state, device)
     foreign = {
         "wrong-round": replace(good, round=2),
-        "wrong-lease": replace(good, lease=engine.lease(c, 1, outside)),
+        "wrong-lease": replace(good, lease=engine.lease(c, state, outside)),
         "not-in-cohort": make(c, state, outside),
     }
     for kind, event in foreign.items():

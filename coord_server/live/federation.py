@@ -252,7 +252,7 @@ class LiveFederation:
                 return Finish(round=round_, downlink=down.sha256, downlink_size=down.size)
             return Train(
                 round=round_,
-                lease=engine.lease(self.config, round_, device),
+                lease=engine.lease(self.config, s, device),
                 rounds=self.config.rounds,
                 place=s.asked[device],
                 downlink=down.sha256,

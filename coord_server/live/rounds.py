@@ -134,7 +134,7 @@ class Rounds:
         record = ended.model_dump_json()
         content, kept = await asyncio.to_thread(self._written, closed, round_)
         await self._commits.submit(
-            events.Aggregated(now, round_, decision.attempt),
+            events.Aggregated(now, round_, decision.attempt, content.sha256),
             lambda rows: rows.close_round(round_, record, content, kept),
             lambda: self._ended(ended, GlobalState(current.course, round_, closed.state)),
         )

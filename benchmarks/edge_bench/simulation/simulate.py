@@ -264,7 +264,7 @@ def _rounds(
             opened, round_ = time.perf_counter(), decision.round
             places = {d: status.asked[d] for d in decision.cohort}
             for device, outcome in sim.train(round_, places):
-                lease = engine.lease(config, round_, device)
+                lease = engine.lease(config, status, device)
                 if isinstance(outcome, Lost):
                     happen(events.Failed(0.0, round_, device, lease, "lost", outcome.reason))
                 else:
