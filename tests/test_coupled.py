@@ -82,7 +82,7 @@ def test_every_setting_keeps_both_sides_equal(settings: dict[str, Any]) -> None:
         first_mask_round = 0 if fleet.method.probing(fleet.course.model) else -1
         if r > first_mask_round:  # the counts are those of the devices' own masks, added up here
             ones = np.sum([own_mask(fleet, d) for d in took_part], axis=0)
-            reset = settings.get("reset_every", 1) == 1 or (r - first_mask_round - 1) % settings["reset_every"] == 0
+            reset = settings.get("reset_every", 1) == 1 or (r - first_mask_round) % settings["reset_every"] == 0
             assert (fleet.state.posterior.ones == (ones if reset else before.ones + ones)).all()
             assert fleet.state.posterior.masks == len(took_part) + (0 if reset else before.masks)
         for d in DEVICES:

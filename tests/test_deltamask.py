@@ -66,8 +66,10 @@ def test_an_update_has_the_share_of_changes_of_its_round() -> None:
 
 
 def test_algorithm_2_to_the_letter_weighs_each_round_by_its_own_cohort() -> None:
-    # A round of three masks, all ones, then one of a single zero: alpha = 1 + 3/3 + 0/1, beta = 1 + (3 - 1) + (1 - 0).
-    method = DeltaMask(tally="mean", posterior="mean", reset_every=2)
+    # A round of three masks, all ones, then one of a single one: alpha = 1 + 3/3 + 1/1, beta = 1 + (3 - 1) + (1 - 1).
+    method = DeltaMask(
+        tally="mean", posterior="mean", reset_every=3
+    )  # round 1 probes, so round 4 is the third of masks
     state = method.start(course(M))
 
     def after(round_: int, *bit: int) -> set[float]:
@@ -76,7 +78,7 @@ def test_algorithm_2_to_the_letter_weighs_each_round_by_its_own_cohort() -> None
         return set(method.theta(course(M), state.posterior))
 
     assert after(2, 1, 1, 1) == {2 / 5}
-    assert after(3, 0) == {2 / 6}
+    assert after(3, 1) == {3 / 6}
     # Thirds do not add up to whole numbers in counts of ones: 1/3 + 1/2, of five masks.
     after(4, 1, 0, 0)
     assert after(5, 0, 1).pop() == pytest.approx((1 + 1 / 3 + 1 / 2) / 7, rel=1e-15)

@@ -217,8 +217,8 @@ class BernoulliMasks(MaskedNetwork):
         return new if self.resets(course, round_) else Posterior(new.ones + before.ones, new.masks + before.masks)
 
     def resets(self, course: Course, round_: int) -> bool:
-        """Whether the posterior begins anew with the masks of this round."""
-        return (round_ - self.probing(course.model) - 1) % self.reset_every == 0
+        """Whether the posterior begins anew with the masks of this round (DeltaMask, Algorithm 2, line 3)."""
+        return (round_ - self.probing(course.model)) % self.reset_every == 0
 
     def counted(self, ones: NDArray[np.integer[Any]], masks: int) -> NDArray[Any]:
         """What a round of `masks` masks adds to the posterior's ones."""
