@@ -97,7 +97,9 @@ def test_a_command_of_another_room_runs_with_its_own_options_and_errors(tmp_path
     assert "Traceback" in run("crash", code="import os\nos.environ['MASKFLEET_DEBUG'] = '1'\n" + code).stderr
 
 
-@pytest.mark.parametrize(("module", "extra"), [("fastapi", "server"), ("torch", "author"), ("sklearn", "bench")])
+@pytest.mark.parametrize(
+    ("module", "extra"), [("fastapi", "server"), ("torch", "author"), ("sklearn", "bench"), ("zstandard", "peers")]
+)
 def test_a_command_whose_package_is_missing_names_the_extra_to_install(tmp_path: Path, module: str, extra: str) -> None:
     code = with_commands(
         tmp_path,
