@@ -13,6 +13,7 @@ import pytest
 from onnx import numpy_helper
 from small_graphs import (
     BY_ELEMENT,
+    CONV,
     FRAMES,
     GRAPHS,
     MERGED_HEADS,
@@ -330,6 +331,28 @@ def test_a_pool_over_channels_of_which_one_is_live_opens(pool: str, tmp_path: Pa
     _, report, error = compact(graph, masked(graph, "act", 1 / 8, 0), tmp_path)
     assert error <= 1e-5
     assert report.layers["a"] == (8, 1)
+
+
+def test_a_depthwise_convolution_of_which_a_channel_comes_back_may_read_none(tmp_path: Path) -> None:
+    """Bands of frequencies are scaled apart, as in BC-ResNet, so dead channels come back behind the reshape alone."""
+    body = (
+        f"u = {CONV} (x, a, ab) f = Conv <group = 16, pads = [1, 0, 1, 0]> (u, k) "
+        "bands = Constant <value_ints = [0, 32, 3, 6]> () q = Reshape(f, bands) e = Mul(q, g) "
+        "image = Constant <value_ints = [0, 16, 6, 6]> () v = Reshape(e, image) h = Constant <value_ints = [2]> () "
+        "t = ReduceMean(v, h) d = Conv <group = 16, pads = [0, 1, 0, 1]> (t, l) z = Relu(d) y = Conv (z, c) "
+        "s = Add(y, v) hw = Constant <value_ints = [2, 3]> () m = ReduceMean <keepdims = 0> (s, hw) "
+        "logits = Gemm <transB = 1> (m, o, ob)"
+    )
+    tensors = {"a": (16, 2, 3, 3), "ab": (16,), "k": (16, 1, 3, 1), "g": (32, 1, 1), "l": (16, 1, 1, 3)}
+    graph = Graph((2, 6, 6), {**tensors, "c": (16, 16, 1, 1), "o": (3, 16), "ob": (3,)}, body, {}, {})
+    values = masked(graph, "act", 1.0, 0)
+    for name in ("a", "ab", "k", "l", "c"):
+        values[name][8:] = 0
+    values["g"][16:] = 0
+    _, report, error = compact(graph, values, tmp_path, "rule")
+    assert error <= 1e-5
+    assert report.stopped == ()
+    assert report.layers["k"] == (16, 8)
 
 
 def test_what_reads_dead_channels_is_named(tmp_path: Path) -> None:

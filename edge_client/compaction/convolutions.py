@@ -176,8 +176,8 @@ def _channels(w: Writer, node: NodeProto, layer: _Conv) -> tuple[list[Ids], list
 
 
 def _squared(lists: list[Ids]) -> Ids:
-    """Lists as rows of one array, -1 behind their ends."""
-    width = max(map(len, lists))
+    """Lists as rows of one array, -1 behind their ends; at least one entry, because a convolution reads a channel."""
+    width = max(1, *map(len, lists))
     return np.stack([np.pad(own, (0, width - len(own)), constant_values=-1) for own in lists])
 
 
