@@ -49,6 +49,15 @@ def test_operators_on_single_elements_keep_all_axes(kind: str) -> None:
     assert not known.whole
 
 
+@pytest.mark.parametrize(("keep", "names"), [(0, (0, "reduced 1", 1)), (1, (0, "reduced 1", 2))])
+def test_the_place_of_the_largest_entry_depends_on_all_of_its_axis(keep: int, names: tuple[int | str, ...]) -> None:
+    node = helper.make_node("ArgMax", ["x"], ["y"], axis=-2, keepdims=keep)
+    known = axes_of(node, [(2, 3, 4)], (2, *[1] * keep, 4))
+    assert known is not None
+    assert known.inputs == (names,)
+    assert known.whole == {"reduced 1"}
+
+
 def test_an_operator_that_the_table_lacks_has_no_axes() -> None:
     assert axes_of(helper.make_node("CumSum", ["x", "axis"], ["y"]), [(2, 3), ()], (2, 3)) is None
     grouped = helper.make_node("Conv", ["x", "w"], ["y"], group=2)

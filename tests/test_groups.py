@@ -126,6 +126,50 @@ def test_a_head_is_a_channel_also_of_a_fused_projection() -> None:
     assert [(p.start, p.step, p.repeat, p.stride) for p in rows] == [(0, 4, 4, 1), (12, 4, 4, 1), (24, 4, 4, 1)]
 
 
+Q = "q = Gemm <transB = 1> (x, a) s = Constant <value_ints = [0, 3, 4]> () h = Reshape(q, s) "
+WHERE_CHANNELS_MEET = {
+    "a product with a fixed graph of steps": (
+        "w = Transpose(a) u = MatMul(x, w) j = Constant <value = float[2, 3] {1, 1, 0, 0, 1, 1}> () y = MatMul(j, u) ",
+        {"x": (3, 4), "a": (8, 4), "o": (3, 16)},
+        (8, [0], [0, 8]),
+    ),
+    "weights of steps from a softmax": (
+        "w = Transpose(a) u = MatMul(x, w) one = Constant <value_ints = [1]> () m = ReduceMean(x, one) "
+        "t = Softmax(m) y = MatMul(t, u) ",
+        {"x": (4, 4), "a": (8, 4), "o": (3, 8)},
+        (8, [0], [0]),
+    ),
+    "halves of heads that are swapped": (
+        f"{Q} c, d = Split <axis = 2, num_outputs = 2> (h) e = Neg(d) r = Concat <axis = 2> (e, c) y = Add(h, r) ",
+        {"x": (5,), "a": (12, 5), "o": (3, 12)},
+        (3, [0, 1, 2, 3], [0, 1, 2, 3]),
+    ),
+    "a mask that is repeated for every head": (
+        f"{Q} k = Constant <value_ints = [1]> () m = ReduceSum(x, k) b = Unsqueeze(m, k) "
+        "i = Constant <value_ints = [1, 3, 4]> () e = Expand(b, i) t = Add(h, e) y = Softmax <axis = 2> (t) ",
+        {"x": (5,), "a": (12, 5), "o": (3, 12)},
+        (3, [0, 1, 2, 3], [0, 1, 2, 3]),
+    ),
+    "a gate for each of several layers": (
+        f"{Q} k = Constant <value_ints = [2]> () w = Gemm <transB = 1> (x, g) z = Softmax(w) b = Unsqueeze(z, k) "
+        "v = Mul(h, b) one = Constant <value_ints = [1]> () y = ReduceSum(v, one) ",
+        {"x": (5,), "a": (12, 5), "o": (3, 4), "g": (3, 5)},
+        (4, [0, 4, 8], [0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHERE_CHANNELS_MEET)
+def test_channels_keep_apart_where_what_they_meet_is_one_value_for_all(name: str) -> None:
+    body, shapes, (size, rows, columns) = WHERE_CHANNELS_MEET[name]
+    tensors = {k: shape for k, shape in shapes.items() if k != "x"}
+    read = "f = Flatten(y) logits = Gemm <transB = 1> (f, o)"
+    (group,) = found(Graph(shapes["x"], tensors, body + read, {}, {})).groups
+    assert group.size == size
+    assert group.at("makes")[0].of(size)[0].tolist() == rows
+    assert group.at("reads")[0].of(size)[0].tolist() == columns
+
+
 def test_a_recurrent_unit_has_a_row_in_every_gate_and_a_column() -> None:
     gates = "1 7 13 19"
     both = " ".join(map(str, (1, 7, 13, 19, 25, 31, 37, 43)))

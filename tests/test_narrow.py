@@ -140,6 +140,75 @@ class _GroupNorms(nn.Module):
         return self.head((h + self.up(self.deep(h))).mean((2, 3)))
 
 
+class _Pools(nn.Module):
+    """A slope for all channels, and states that a maximum, weights of attention and a fixed graph bring together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.slope, self.score = nn.Linear(3, 10), nn.PReLU(), nn.Linear(10, 1)
+        self.second, self.head = nn.Linear(10, 8), nn.Linear(38, 5)
+        self.register_buffer("joints", torch.rand(6, 6, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        h = self.slope(self.first(x))
+        weights = self.score(h).softmax(1)
+        parts = [(weights * h).sum(1), torch.max(h, 1)[0], torch.bmm(weights.transpose(1, 2), h).squeeze(1)]
+        return self.head(torch.cat([*parts, (self.joints @ self.second(h)).relu().mean(1)], 1))
+
+
+class _Experts(nn.Module):
+    """Layers side by side of which a softmax weighs the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(3, 2), nn.Linear(8, 5)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 8)) for _ in range(2))
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        every = torch.stack([expert(x) for expert in self.experts], 1)
+        return self.head((self.gate(x).softmax(-1).unsqueeze(-1) * every).sum(1))
+
+
+class _Rotary(nn.Module):
+    """Causal attention of heads whose entries are rotated by their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(12, 12, bias=False) for _ in range(4))
+        self.first, self.head = nn.Linear(3, 12), nn.Linear(72, 5)
+        turns = torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.3]).repeat(2)
+        self.register_buffer("cos", turns.cos())
+        self.register_buffer("sin", turns.sin())
+
+    def turned(self, x: T) -> T:
+        """Queries or keys [n, heads, steps, entries], each pair of entries rotated."""
+        a, b = x.chunk(2, -1)
+        return x * self.cos + torch.cat((-b, a), -1) * self.sin
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        x = nn.functional.layer_norm(self.first(x), (12,))
+        q, k, v = (m(x).view(-1, 6, 3, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        return self.head((x + self.out(y.transpose(1, 2).reshape(-1, 6, 12))).flatten(1))
+
+
+class _PaddedSteps(nn.Module):
+    """A transformer that reads no step whose first value is high."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 12), nn.Linear(12, 5)
+        layer = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        return self.head(self.encoder(self.first(x), src_key_padding_mask=x[..., 0] > 1).mean(1))
+
+
 Make = Callable[[int, int], nn.Module]
 CHOICES = {"half": (2, 1), "one channel": (99, 0), "only the second layer": (1, 3)}  # every n-th channel from
 
@@ -218,9 +287,13 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_both_ways, (6, 3), {"0.layer": 6}),
         (_transformer, (6, 3), {"1.self_attn": 4, "1.linear1": 16}),
         (_GroupNorms, (2, 6, 6), {"stem.0": 2, "deep.0": 2}),
+        (_Pools, (6, 3), {"first": 10, "second": 8}),
+        (_Experts, (3,), {"experts.0.0": 6, "experts.0.2": 8, "experts.1.0": 6}),
+        (_Rotary, (6, 3), {"q": 3}),
+        (_PaddedSteps, (6, 3), {"encoder.layers.0.self_attn": 4, "encoder.layers.0.linear1": 16}),
     ],
 )
-def test_padded_shortcuts_layers_of_two_directions_heads_and_group_norms_are_cut(
+def test_padded_shortcuts_directions_heads_norms_pools_and_gates_are_cut(
     make: Callable[[], nn.Module], sample: tuple[int, ...], groups: dict[str, int], tmp_path: Path
 ) -> None:
     target = Classification(classes=5)

@@ -106,6 +106,8 @@ class Labelled:
         self.net, self.atoms = net, Atoms(tensors)
         self.study = Study(net)
         self.labels: dict[str, Labels] = {net.input: np.full(net.shapes[net.input], NONE)}
+        self.repeats: dict[str, str] = {}
+        """By a value that an Expand makes, the narrower one that it repeats: one value for all channels."""
 
     def run(self) -> None:
         """Label every value and join what belongs together."""
@@ -119,6 +121,8 @@ class Labelled:
 
     def _node(self, node: NodeProto) -> None:
         s = self.study
+        if node.op_type == "Expand" and node.input[0] in self.labels:
+            self.repeats[node.output[0]] = node.input[0]
         if any(0 in self.net.shapes[node.input[k]] for k in self.net.data(node)):
             self._opaque(node)
         elif convolutions.is_convolution(s, node):
@@ -152,8 +156,7 @@ class Labelled:
 
     def _one_axis(self, labels: Labels) -> bool:
         """Join labels along all axes but one: the one with the most different entries. Whether anything was joined."""
-        roots = self.atoms.roots(labels)
-        axes = [a for a in range(roots.ndim) if _differ(roots, a)]
+        roots, axes = self.atoms.roots(labels), self._axes(labels)
         if len(axes) < 2:
             return False
         kinds = [len(np.unique(np.moveaxis(roots, a, 0).reshape(roots.shape[a], -1), axis=0)) for a in axes]
@@ -166,6 +169,11 @@ class Labelled:
         before = self.atoms.root.copy()
         self.atoms.join(labels, np.where(least == np.iinfo(np.int64).max, NONE, least))
         return not np.array_equal(before, self.atoms.root)
+
+    def _axes(self, labels: Labels) -> list[int]:
+        """The axes along which labels differ."""
+        roots = self.atoms.roots(labels)
+        return [a for a in range(roots.ndim) if _differ(roots, a)]
 
     def _joined(self, labels: Labels, axis: int) -> bool:
         """Join the labels of each line along `axis`, such as a group of a group norm; False if that leaves one channel.
@@ -235,12 +243,12 @@ class Labelled:
             if third and net.shapes[third]:
                 atoms.join(rows, atoms.along(net.ids.get(third), len(net.shapes[third]) - 1, "shifts"))
             self._put(node.output[0], rows)
-        elif any(v not in self.labels for v in (first, second)) or transposed:
+        elif transposed or (third and any(v not in self.labels for v in (first, second))):
             for v in (first, second):
                 atoms.fix(self.labels.get(v, np.full(1, NONE)), self._why(node))
             self._put(node.output[0], np.full(1, NONE))
         else:
-            a, b = (np.array(atoms.roots(self.labels[v])) for v in (first, second))
+            a, b = (np.array(atoms.roots(self.labels.get(v, np.full(net.shapes[v], NONE)))) for v in (first, second))
             stacked = any(_differ(x, axis) for x in (a, b) for axis in range(x.ndim - 2))
             self._put(node.output[0], self._heads(node, a, b) if stacked else self._matrices(node, a, b))
 
@@ -259,7 +267,7 @@ class Labelled:
 
     def _matrices(self, node: NodeProto, a: Labels, b: Labels) -> Labels:
         """Labels of a product of two values: what is summed leaves both, and rows and columns keep their labels."""
-        summed = self._lines(a, a.ndim - 1, node), self._lines(b, b.ndim - 2, node)
+        summed = self._summed(a, a.ndim - 1, a.ndim - 2, node), self._summed(b, b.ndim - 2, b.ndim - 1, node)
         differ = [bool((k != k[:1]).any()) for k in summed]
         if any(differ):
             self.atoms.fix(summed[0][summed[1] == NONE], self._why(node))
@@ -268,8 +276,16 @@ class Labelled:
         columns = np.full(1, NONE) if differ[1] else self._lines(b, b.ndim - 1, node)
         rows = np.full(1, NONE) if differ[0] else self._lines(a, a.ndim - 2, node)
         if (columns != columns[:1]).any():
+            if (rows != rows[:1]).any():
+                self.atoms.fix(rows, self._why(node))
             return columns
         return rows[:, None] if (rows != rows[:1]).any() else np.full(1, NONE)
+
+    def _summed(self, labels: Labels, axis: int, other: int, node: NodeProto) -> Labels:
+        """The label of every entry of `axis`, over which a product sums; none if labels differ along `other` alone."""
+        if _differ(labels, other) and not _differ(labels, axis):
+            return np.full(labels.shape[axis], NONE)
+        return self._lines(labels, axis, node)
 
     def _recurrent(self, node: NodeProto) -> None:
         net, atoms = self.net, self.atoms
@@ -305,7 +321,8 @@ class Labelled:
         if node.op_type == "Concat":
             labels = self._with_tensors(node, labels)
         self._put(node.output[0], labels)
-        if node.op_type == "Concat":
+        parts = [self.labels.get(v, np.full(1, NONE)) for v in node.input]
+        if node.op_type == "Concat" and any(len(self._axes(part)) < 2 for part in parts):
             self._one_axis(self.labels[node.output[0]])
 
     def _with_tensors(self, node: NodeProto, labels: Labels) -> Labels:
@@ -329,9 +346,9 @@ class Labelled:
         out = node.output[0]
         shape = net.shapes[out]
         rank = len(shape)
-        wide = []
+        inputs = []
         for k in net.data(node):
-            own = self.labels[node.input[k]]
+            own = self.labels[self.repeats.get(node.input[k], node.input[k])]
             own = own.reshape((1,) * (rank - own.ndim) + own.shape)
             roots = atoms.roots(own)
             for axis, free in enumerate(found.apart):
@@ -342,12 +359,13 @@ class Labelled:
                         break
                     own = own.max(axis=axis, keepdims=True)
                     roots = atoms.roots(own)
-            wide.append(own)
+            inputs.append(own)
         joined = np.full((1,) * rank, ANY)
-        for own in sorted(wide, key=lambda v: -v.size):
-            roots = atoms.roots(np.broadcast_to(joined, np.broadcast_shapes(joined.shape, own.shape)))
-            axes = [a for a in range(rank) if _differ(roots, a)]
-            if axes and all(own.shape[a] == 1 for a in axes):
+        for own in sorted(inputs, key=lambda v: -v.size):
+            axes = self._axes(joined)
+            wide = [a for a in axes if own.shape[a] > 1]
+            single = len(wide) < len(axes) and (not wide or (own == NONE).all())
+            if single and all(self._joined(joined, a) for a in wide):
                 continue  # one value for all channels
             a, b = np.broadcast_arrays(joined, own)
             atoms.fix(a[b == NONE], f"{node.op_type} joins them with entries that must stay")

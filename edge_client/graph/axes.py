@@ -58,7 +58,9 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
         return Axes((own, *[(1,)] * (len(shapes) - 1)), own, whole)
     if kind.endswith("Pool"):
         return Axes((own,), own, frozenset(own[2:]))
-    if kind.startswith("Reduce"):
+    if kind.startswith("Arg"):
+        listed = [given.get("axis", 0)]
+    if kind.startswith(("Arg", "Reduce")):
         every = () if given.get("noop_with_empty_axes") else own
         gone = {i % len(own) for i in listed or every}
         kept = [i for i in own if i not in gone or given.get("keepdims", 1)]

@@ -39,7 +39,7 @@ def named(g: Cut, node: NodeProto) -> list[Axes]:
         for key, stays in zip(names, g.stays(name), strict=True):
             if stays is not None:
                 left[key] = left.get(key, stays) & stays
-    if (known.whole | {None}) & left.keys():
+    if (known.whole | {None}) & left.keys() and not _adds_products(g, node):
         raise refusal(node, "works along the axis of the channels")
     for k, names in enumerate(known.inputs):
         due = tuple(
@@ -50,6 +50,18 @@ def named(g: Cut, node: NodeProto) -> list[Axes]:
             raise refusal(node, UNLIKE)
         g.fit(node, k, due)
     return [tuple(left.get(key) for key in known.output)] * len(node.output)
+
+
+def _adds_products(g: Cut, node: NodeProto) -> bool:
+    """Whether a sum adds up products whose factors lose the same, as a MatMul does: the gradient of what all share.
+
+    The gradient of a PReLU's one slope adds them up where its input is negative.
+    """
+    makers = {v: made for made in g.nodes for v in made.output}
+    made = makers.get(node.input[0]) if node.op_type == "ReduceSum" else None
+    if made is not None and made.op_type == "Where" and made.input[1] in g.constants:
+        made = makers.get(made.input[2])
+    return made is not None and made.op_type == "Mul" and equal(*map(g.stays, made.input))
 
 
 def _conv(g: Cut, node: NodeProto) -> list[Axes]:
