@@ -194,6 +194,13 @@ def test_random_weights_are_named_too_when_the_function_sets_a_seed_of_its_own(
             "def build():\n    return Net()\n",
             r"model\.py, line 8, in forward.*torch\.where",
         ),
+        (
+            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.table = nn.Embedding(2, 3)\n"
+            "    def forward(self, x):\n        return self.table(x.flatten(1)[:, 0].long() + 5)\n"
+            "def build():\n    return Net()\n",
+            r"model\.py, line 7, in forward.*samples? .*drawn here.*clamp\(0, rows - 1\)",
+        ),
     ],
 )
 def test_a_mistake_in_the_model_is_the_author_s_with_its_line(text: str, words: str, tmp_path: Path) -> None:

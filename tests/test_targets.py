@@ -222,9 +222,13 @@ def test_the_sizes_of_a_target_follow_from_the_outputs_when_they_are_not_given(t
     assert made(nn.Linear(2, 5), pair, kind="classification") == Classification(classes=5)
     with pytest.raises(ModelError, match=r"shape \[n, 5\], .*'classes': 4.* needs \[n, 4\]"):
         made(nn.Linear(2, 5), pair, kind="classification", classes=4)
-    with pytest.raises(ModelError, match=r"shape \[n, 6, 2\] do not suit a classification target: classes: Field"):
+    with pytest.raises(
+        ModelError, match=r"\[n, 6, 2\] .* classification target, whose shape is \[n, classes\]; reshape"
+    ):
         made(Tagger(), letters, kind="classification")
-    with pytest.raises(ModelError, match=r"shape \[n, 5\] do not suit a sequence target"):
+    with pytest.raises(
+        ModelError, match=r"\[n, 5\] do not suit a sequence target, whose shape is \[n, steps, classes\]"
+    ):
         made(nn.Linear(2, 5), pair, kind="sequence", classes=5)
     with pytest.raises(ModelError, match="do not suit a regression target: classes = 3: there is no such setting"):
         made(nn.Linear(2, 5), pair, kind="regression", classes=3)

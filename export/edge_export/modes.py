@@ -79,6 +79,11 @@ def running(on: str, advice: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # the author's forward may raise anything
         place = authored.place_of(error) or "the module"
+        if isinstance(error, IndexError) and str(error) == "index out of range in self":
+            advice += (
+                "; the numbers of a sample are drawn here, so an embedding's ids among them need limits, such as "
+                "x[:, 0].long().clamp(0, rows - 1)"
+            )
         raise ModelError(f"the module does not run {on}: {place}: {authored.described(error)}{advice}") from error
 
 

@@ -267,7 +267,14 @@ def _target(wanted: Target | Mapping[str, Any], output: tuple[int, ...]) -> Targ
     else:
         try:
             kind = target_type(wanted.get("kind"))
-            target = kind.model_validate({**kind.sizes(output), **wanted})
+            sizes = kind.sizes(output)
+            if not sizes and not set(kind.shape) <= wanted.keys():
+                raise ModelError(
+                    f"outputs of shape {_shape(output)} do not suit a {wanted['kind']} target, whose shape is "
+                    f"{_shape(kind.shape)}; reshape them at the end of forward, as .flatten(1) does, or choose another "
+                    "target"
+                )
+            target = kind.model_validate({**sizes, **wanted})
         except ValidationError as error:
             raise ModelError(
                 f"outputs of shape {_shape(output)} do not suit a {wanted['kind']} target: "
@@ -283,7 +290,7 @@ def _target(wanted: Target | Mapping[str, Any], output: tuple[int, ...]) -> Targ
     return target
 
 
-def _shape(output: tuple[int, ...]) -> str:
+def _shape(output: tuple[int | str, ...]) -> str:
     return f"[n, {', '.join(map(str, output))}]"
 
 
