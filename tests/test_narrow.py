@@ -209,6 +209,20 @@ class _PaddedSteps(nn.Module):
         return self.head(self.encoder(self.first(x), src_key_padding_mask=x[..., 0] > 1).mean(1))
 
 
+class _Shuffled(nn.Module):
+    """Half of the channels pass by a layer, and a shuffle mixes both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.head = nn.Conv2d(2, 12, 3), nn.Conv2d(6, 6, 1), nn.Linear(12, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        a, b = self.first(x).relu().chunk(2, 1)
+        x = torch.cat([a, self.layer(b).relu()], 1).unflatten(1, (2, 6)).transpose(1, 2).flatten(1, 2)
+        return self.head(x.mean((2, 3)))
+
+
 Make = Callable[[int, int], nn.Module]
 CHOICES = {"half": (2, 1), "one channel": (99, 0), "only the second layer": (1, 3)}  # every n-th channel from
 
@@ -287,13 +301,14 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_both_ways, (6, 3), {"0.layer": 6}),
         (_transformer, (6, 3), {"1.self_attn": 4, "1.linear1": 16}),
         (_GroupNorms, (2, 6, 6), {"stem.0": 2, "deep.0": 2}),
+        (_Shuffled, (2, 6, 6), {"first.weight:0": 6, "first.weight:6": 6, "layer": 6}),
         (_Pools, (6, 3), {"first": 10, "second": 8}),
         (_Experts, (3,), {"experts.0.0": 6, "experts.0.2": 8, "experts.1.0": 6}),
         (_Rotary, (6, 3), {"q": 3}),
         (_PaddedSteps, (6, 3), {"encoder.layers.0.self_attn": 4, "encoder.layers.0.linear1": 16}),
     ],
 )
-def test_padded_shortcuts_directions_heads_norms_pools_and_gates_are_cut(
+def test_padded_shortcuts_directions_heads_norms_shuffles_pools_and_gates_are_cut(
     make: Callable[[], nn.Module], sample: tuple[int, ...], groups: dict[str, int], tmp_path: Path
 ) -> None:
     target = Classification(classes=5)
