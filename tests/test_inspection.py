@@ -20,7 +20,7 @@ from numpy_mlp import clusters, mlp
 from rounds import Rounds
 
 from edge_client.bundle import MANIFEST, Manifest
-from edge_client.commands.inspection import bundle, payload
+from edge_client.commands.inspection import NO_GROUPS, bundle, payload
 from edge_client.errors import BundleError, PayloadError
 from edge_client.methods import make_method
 from edge_client.protocol.metrics import METRICS, split_metrics
@@ -109,6 +109,16 @@ def test_a_bundle_s_weights_are_stored_or_drawn(tmp_path: Path, capsys: pytest.C
         assert f"values {'in weights.safetensors' if seed is None else 'from seed 1'}" in said
         assert re.search(rf"0\.w +│ 3x20 +│ 0 +│ {first} +│ yes", said)
         assert re.search(rf"0\.b +│ 3 +│ 60 +│ {second} +│ yes", said)
+
+
+def test_a_bundle_without_groups_and_reasons_says_which_layers_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle("digits")
+    assert NO_GROUPS not in capsys.readouterr().out
+    (tmp_path / MANIFEST).write_bytes(mlp(20, 3).to_bytes())
+    bundle(str(tmp_path))
+    assert NO_GROUPS in capsys.readouterr().out
 
 
 # --- what methods really send

@@ -22,6 +22,7 @@ from edge_client.protocol.metrics import METRICS, split_metrics
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Meta, Payload, decode
 
 HEAD = 8  # values of an array that are shown
+NO_GROUPS = "no group: channels leave only a layer whose weight is a parameter as it is, and never the last layer"
 
 AnyArray = np.ndarray[Any, Any]
 
@@ -168,6 +169,8 @@ def _print_manifest(m: Manifest, address: str) -> None:
     console.print(groups)
     for line in m.stopped:
         console.print(f"no group: {line}", markup=False, soft_wrap=True)
+    if not m.groups and not m.stopped:
+        console.print(NO_GROUPS, soft_wrap=True)
     parts = Table("part", "bytes", "SHA-256", title="parts", title_justify="left")
     for name, part in m.parts.items():
         parts.add_row(name, str(part.size), part.sha256[:16] + "...")
