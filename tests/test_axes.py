@@ -58,6 +58,15 @@ def test_the_place_of_the_largest_entry_depends_on_all_of_its_axis(keep: int, na
     assert known.whole == {"reduced 1"}
 
 
+def test_rows_that_are_written_at_places_keep_their_own_entries_apart() -> None:
+    known = axes_of(
+        helper.make_node("ScatterND", ["x", "at", "rows"], ["y"]), [(9, 4, 6), (5, 7, 2), (5, 7, 6)], (9, 4, 6)
+    )
+    assert known is not None
+    assert known.inputs == ((0, 1, 2), ("row 0", "row 1", "place"), ("row 0", "row 1", 2))
+    assert known.whole == {0, 1, "row 0", "row 1", "place"}
+
+
 def test_an_operator_that_the_table_lacks_has_no_axes() -> None:
     assert axes_of(helper.make_node("CumSum", ["x", "axis"], ["y"]), [(2, 3), ()], (2, 3)) is None
     grouped = helper.make_node("Conv", ["x", "w"], ["y"], group=2)

@@ -209,6 +209,36 @@ class _PaddedSteps(nn.Module):
         return self.head(self.encoder(self.first(x), src_key_padding_mask=x[..., 0] > 1).mean(1))
 
 
+class _Embedded(nn.Module):
+    """Rows of two embeddings, of which a recurrent layer and a convolution read the entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.units = nn.Embedding(9, 6), nn.LSTM(6, 5, batch_first=True)
+        self.letters, self.wide = nn.Embedding(9, 8), nn.Conv1d(8, 4, 3)
+        self.head = nn.Linear(9, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        ids = (4 * x + 4).long().clamp(0, 8)
+        last = self.units(self.words(ids[..., 0]))[0][:, -1]
+        return self.head(torch.cat([last, self.wide(self.letters(ids[..., 1]).transpose(1, 2)).amax(2)], 1))
+
+
+class _Mirrored(nn.Module):
+    """Borders that repeat the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 8, 3, padding=1, padding_mode="replicate")
+        self.second = nn.Conv2d(8, 6, 3, padding=1, padding_mode="reflect")
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        return self.head(self.second(self.first(x).relu()).relu().mean((2, 3)))
+
+
 class _Shuffled(nn.Module):
     """Half of the channels pass by a layer, and a shuffle mixes both halves."""
 
@@ -302,6 +332,8 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_transformer, (6, 3), {"1.self_attn": 4, "1.linear1": 16}),
         (_GroupNorms, (2, 6, 6), {"stem.0": 2, "deep.0": 2}),
         (_Shuffled, (2, 6, 6), {"first.weight:0": 6, "first.weight:6": 6, "layer": 6}),
+        (_Embedded, (6, 2), {"words": 6, "units": 5, "letters": 8, "wide": 4}),
+        (_Mirrored, (2, 6, 6), {"first": 8, "second": 6}),
         (_Pools, (6, 3), {"first": 10, "second": 8}),
         (_Experts, (3,), {"experts.0.0": 6, "experts.0.2": 8, "experts.1.0": 6}),
         (_Rotary, (6, 3), {"q": 3}),

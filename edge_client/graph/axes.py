@@ -73,6 +73,10 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
         axis, more = given.get("axis", 0) % len(own), len(shapes[1]) - 1
         data: Names = tuple("taken" if i == axis else i + more * (i > axis) for i in own)
         return Axes((data, made[axis : axis + more + 1]), made, frozenset({"taken"}))
+    if kind == "ScatterND":
+        rows = tuple(f"row {i}" for i in range(len(shapes[1]) - 1))
+        taken, rest = made[: shapes[1][-1]], made[shapes[1][-1] :]
+        return Axes((made, (*rows, "place"), (*rows, *rest)), made, frozenset({*taken, *rows, "place"}))
     if kind == "Gemm":
         a: Names = ("sum", 0) if given.get("transA") else (0, "sum")
         b: Names = (1, "sum") if given.get("transB") else ("sum", 1)
