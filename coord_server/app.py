@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from coord_server import dashboard
@@ -66,9 +66,8 @@ def create_app(
     app.add_middleware(access.Admission, coordinator=coordinator, places=app.state.places)
     for router in (
         device.router, artifacts.own, bundles.router, tokens.router, watch.router, artifacts.router, operator.router,
+        watch.figures, operator.health,
     ):  # fmt: skip
-        app.include_router(router, dependencies=[Depends(openapi.documented_query)])
-    for router in (watch.figures, operator.health):  # probes may add a parameter against caches
         app.include_router(router)
     app.state.open_metrics = open_metrics
     app.add_middleware(watch.Counted)

@@ -166,7 +166,7 @@ def test_the_log_says_who_was_refused_where_and_what_the_operator_changed_and_re
         await fleet.federation("a")
         viewer = (await fleet.operator("POST", "/v1/viewers", json={})).json()
         for method, path, status in (
-            ("PATCH", f"/v1/federations/fed?token={secret}", 422),
+            ("GET", f"/v1/federations/fed?token={secret}", 422),
             ("PATCH", "/v1/federations/fed", 403),
             ("DELETE", f"/v1/viewers/{secret}", 403),
         ):
@@ -180,7 +180,7 @@ def test_the_log_says_who_was_refused_where_and_what_the_operator_changed_and_re
         assert (await fleet.operator("DELETE", f"/v1/federations/fed/tokens/{join['id']}")).status_code == 204
         assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/a")).status_code == 204
         for said in (
-            "refused, bad-message: PATCH /v1/federations/{federation} from 127.0.0.1: ",
+            "refused, bad-message: GET /v1/federations/{federation} from 127.0.0.1: ",
             "refused, forbidden: PATCH /v1/federations/{federation} from 127.0.0.1: a viewer's token may read",
             "DELETE /v1/viewers/{id} from 127.0.0.1: ",
             "refused, method-not-allowed: an unknown method /v1/health from 127.0.0.1: ",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordination import Fleet, play, refused
+from coordination import OPERATOR, Fleet, bearer, credential, play, refused, settings
 from pydantic import TypeAdapter
 
 from coord_server.app import create_app
@@ -180,19 +180,25 @@ def test_every_call_is_in_the_manual(document: dict[str, Any]) -> None:
             assert sent, (method, path)
 
 
-def test_every_operation_refuses_a_query_parameter_that_the_document_does_not_have(
+def test_a_query_parameter_that_the_document_does_not_have_is_refused_once_the_caller_is_known(
     document: dict[str, Any], tmp_path: Path
 ) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a")
+        ids = {"federation": "fed", "digest": settings()["bundle"]}
         probed = {"GET /v1/health", "GET /metrics"}  # which may have a parameter against caches
-        for name, _ in operations(document):
+        for name, operation in operations(document):
             method, path = name.split(" ")
             if name in probed:
                 answer = await fleet.operator(method, f"{path}?odd=1")
                 assert answer.status_code == 200
                 continue
-            said = refused(await fleet.http.request(method, f"{re.sub('{.*?}', 'fed', path)}?odd=1"), "bad-message")
+            url = re.sub(r"{(\w+)}", lambda found: ids.get(found[1], "x"), path) + "?odd=1"
+            if name != "POST /v1/enrol":  # the one without a token in its header
+                refused(await fleet.http.request(method, url), "unauthorized")
+            (who,) = operation["security"][0] if "security" in operation else ("none",)
+            shown = {"operator": bearer(OPERATOR), "device": bearer(credential("a")), "none": {}}[who]
+            said = refused(await fleet.http.request(method, url, headers=shown), "bad-message")
             assert f"{name} takes" in said
             assert "'odd'" in said
         misspelt = refused(await fleet.operator("GET", "/v1/federations?phsae=paused"), "bad-message")

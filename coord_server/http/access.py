@@ -1,5 +1,7 @@
 """Callers: admission of requests, and dependencies that turn a bearer token into the operator, a viewer or a device.
 
+Each dependency then checks the query's names: without a token a request gets 401, whatever it asks for.
+
 `Admission` limits the requests under way: of an address while no credential is known, of a credential after that. The
 operator is always admitted.
 """
@@ -19,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from coord_server import auth
 from coord_server.connections import Connection, Places
 from coord_server.coordinator import Coordinator
+from coord_server.http.openapi import documented_query
 from coord_server.http.problems import problem
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
@@ -150,11 +153,17 @@ async def operator(request: Request, served: Served, _: OperatorHeader) -> Coord
 
 async def viewer(request: Request, served: Served, _: OperatorHeader) -> Coordinator:
     """The coordinator, for a viewer or its operator. Raises Refusal."""
+    check_reads(request)
+    await documented_query(request)
+    return served
+
+
+def check_reads(request: Request) -> None:
+    """Refuse all but a viewer and the operator. Raises Refusal."""
     call: Call = request.scope[CALL]
     if call.role is None:
         how = "send Authorization: Bearer TOKEN; `maskfleet serve` prints where it is"
         raise Refusal("unauthorized", f"this needs the operator's token: {how}")
-    return served
 
 
 Operated = Annotated[Coordinator, Depends(operator)]
@@ -194,6 +203,7 @@ async def caller(request: Request, served: Served, federation: FederationId, giv
         )
     call: Call = request.scope[CALL]
     call.of_device(credential)
+    await documented_query(request)
     return Caller(live, device, call)
 
 
@@ -218,6 +228,7 @@ async def reader(request: Request, served: Served, digest: BundleDigest, given: 
     """The operator, a viewer, or a device whose federation uses bundle `digest`. Raises Refusal."""
     call: Call = request.scope[CALL]
     if call.role is not None:
+        await documented_query(request)
         return Reader(served, None, None)
     refused = Refusal("unauthorized", f"bundle {digest} is for the devices of its federations; enrol with a join token")
     credential = "" if given is None else auth.hashed(given.credentials)
@@ -230,6 +241,7 @@ async def reader(request: Request, served: Served, digest: BundleDigest, given: 
             continue
         if device is not None:
             call.of_device(credential)
+            await documented_query(request)
             return Reader(served, live, device)
     raise refused
 

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Coroutine
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import BaseModel
 
 from coord_server.bundles import bundle_shelf
 from coord_server.http import blobs, bodies
 from coord_server.http.access import BundleDigest, Caller, Calling, Reading, RoundNumber, Served
-from coord_server.http.openapi import MANIFEST_SCHEMA
+from coord_server.http.openapi import MANIFEST_SCHEMA, documented_query
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.errors import PayloadError, StateError
@@ -72,7 +72,10 @@ def _json(found: BaseModel, status: int = 200, released: bool = False) -> Respon
 
 
 @router.post(
-    "/enrol", response_model=Enrolled, responses=documented("token-spent", "name-taken", "wrong-phase", "wrong-samples")
+    "/enrol",
+    response_model=Enrolled,
+    responses=documented("token-spent", "name-taken", "wrong-phase", "wrong-samples"),
+    dependencies=[Depends(documented_query)],
 )
 async def enrol(served: Served, request: Enrol, raw: Request) -> Any:
     """The device makes its credential itself and sends it once; later requests carry it as a bearer token.

@@ -1,7 +1,8 @@
 """Additions to the OpenAPI document that FastAPI writes: two schemas, and an example of every JSON body and answer.
 
 The examples are in `examples.json`, by model. FastAPI does not read manifests, so their schema is added here. What the
-document says of a query is held: `documented_query` refuses every other parameter.
+document says of a query is held: `documented_query` refuses every other parameter, once the caller is known. Probes
+may add a parameter against caches.
 """
 
 from __future__ import annotations

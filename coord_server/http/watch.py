@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coord_server import metrics
 from coord_server.connections import Connection
-from coord_server.http.access import CALL, Call, FederationId, OperatorHeader, Served, Viewed, viewer
+from coord_server.http.access import CALL, Call, FederationId, OperatorHeader, Served, Viewed, check_reads
 from coord_server.http.openapi import COMPONENTS
 from coord_server.http.problems import METHODS, documented
 from coord_server.live.federation import LiveFederation
@@ -119,7 +119,7 @@ def _event(said: Snapshot | AnyChange, version: int | None) -> str:
 async def show_metrics(request: Request, served: Served, _: OperatorHeader) -> Response:
     """For a viewer's token or the operator's, or without one when the coordinator was started with --open-metrics."""
     if not request.app.state.open_metrics:
-        await viewer(request, served, None)
+        check_reads(request)
 
     def standing() -> list[tuple[Federation, int]]:
         present = {live.id: live.devices.present_now() for live in served.federations()}
