@@ -33,6 +33,7 @@ from coordination import (
 )
 from coordinator_process import coordinator
 
+from coord_server.http import operator
 from coord_server.live.federation import LiveFederation
 from coord_server.operator.client import Operator
 from coord_server.store.blobs import FolderBlobs
@@ -337,7 +338,7 @@ def test_a_number_of_rounds_that_the_method_cannot_use_is_refused(tmp_path: Path
 # --- lists
 
 
-def test_every_list_comes_in_pages_that_hold_each_item_once(tmp_path: Path) -> None:
+def test_every_list_comes_in_pages_that_hold_each_item_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb", "ccc", "dddd", rounds=5, cohort=4, min_devices=4)
         for _ in range(5):
@@ -378,6 +379,12 @@ def test_every_list_comes_in_pages_that_hold_each_item_once(tmp_path: Path) -> N
             ("phase=recruiting&prefix=b&limit=1", ["beta"]), ("phase=paused", []),
         ):  # fmt: skip
             assert [f["id"] for f in (await fleet.operator("GET", f"/v1/federations?{query}")).json()] == ids
+        odd = refused(await fleet.operator("GET", "/v1/federations?method=fedmusk"), "bad-message")
+        assert "query.method = 'fedmusk': there is no such method; choose one of bnn, coupled, " in odd
+        assert odd.endswith("; did you mean 'fedmask'?")
+        assert (await fleet.operator("GET", "/v1/federations?method=fedmask")).json() == []
+        monkeypatch.setattr(operator, "installed_methods", dict)  # federations outlive the package of their method
+        assert len((await fleet.operator("GET", "/v1/federations?method=stc")).json()) == 3
         assert [r["round"] for p in await pages(fleet, f"{FED}/rounds?from=2&to=4", 2) for r in p] == [2, 3, 4]
         await fleet.operator("DELETE", f"{FED}/devices/bb")
         assert (await fleet.enrol("new")).status_code == 200

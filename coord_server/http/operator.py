@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,8 @@ from coord_server.http.access import FederationId, Operated, RoundNumber, Served
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
-from edge_client.errors import StorageDamagedError
+from edge_client.errors import StorageDamagedError, suggestion
+from edge_client.methods import installed_methods
 from edge_client.protocol.messages import MAX_ROUNDS, Change, Federation, FederationConfig, Name, Phase, Round
 from edge_client.protocol.operator import Device, DeviceState, Health
 from edge_client.protocol.payload import MEDIA_TYPE
@@ -57,15 +59,29 @@ async def list_federations(
 ) -> list[Federation]:
     """All federations, oldest first; those that could not be loaded have a `fault`."""
     after = page.after(float, str) or ()
+    everything = served.summaries()
+    if method is not None:
+        _check_method(method, everything)
     found = [
         (place, f)
-        for f in sorted(served.summaries(), key=lambda f: (f.created_at, f.id))
+        for f in sorted(everything, key=lambda f: (f.created_at, f.id))
         if (place := (f.created_at, f.id)) > after
         and (phase is None or f.phase == phase)
         and (method is None or (f.config is not None and f.config.method.get("name") == method))
         and f.id.startswith(prefix)
     ]
     return list(page.cut([f for _, f in found], [place for place, _ in found]))
+
+
+def _check_method(name: str, listed: Sequence[Federation]) -> None:
+    """Refuse a method that is neither installed nor, since its package was removed, that of a federation."""
+    known = sorted({*installed_methods(), *(str(f.config.method.get("name")) for f in listed if f.config is not None)})
+    if name not in known:
+        raise Refusal(
+            "bad-message",
+            f"query.method = {name[:40]!r}: there is no such method; choose one of {', '.join(known)}"
+            f"{suggestion(name, known)}",
+        )
 
 
 @router.get("/federations/{federation}")
