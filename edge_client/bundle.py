@@ -11,6 +11,7 @@ statistics in a second one of length `manifest.buffers_d`. `edge_export` builds 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from edge_client.errors import BundleError, first_fault
+from edge_client.protocol.payload import without_repeats
 from edge_client.targets import AnyTarget
 
 F32 = NDArray[np.float32]
@@ -299,11 +301,15 @@ def generate(table: tuple[Tensor, ...], seed: int) -> F32:
 def parse_manifest(data: bytes) -> Manifest:
     """Read a manifest. Raises BundleError."""
     try:
-        return Manifest.model_validate_json(data)
+        found = Manifest.model_validate_json(data)
+        json.loads(data, object_pairs_hook=without_repeats)
     except ValidationError as error:
         fault = first_fault(error, "manifest", Manifest.model_fields)
         other = "install the version of maskfleet that wrote it, or " if fault.startswith("format ") else ""
         raise BundleError(f"the manifest is malformed at {fault}; {other}export the bundle again") from None
+    except ValueError as error:
+        raise BundleError(f"the manifest is malformed: {error}; export the bundle again") from None
+    return found
 
 
 def digest(data: bytes) -> str:

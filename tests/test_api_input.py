@@ -170,6 +170,10 @@ def test_a_federation_stores_and_sends_every_setting_of_its_method(tmp_path: Pat
 def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         refused(await fleet.operator("POST", "/v1/bundles", content=b"{}"), "bad-bundle")
+        twice = b'{"seed":4,' + manifest().to_bytes()[1:]
+        assert "the key 'seed' is there" in refused(
+            await fleet.operator("POST", "/v1/bundles", content=twice), "bad-bundle"
+        )
         odd = manifest().to_bytes().replace(b"train.onnx", b"../train.onnx")
         assert "../train.onnx" in refused(await fleet.operator("POST", "/v1/bundles", content=odd), "bad-bundle")
         huge = manifest(d=1 << 29).to_bytes()  # some hundred bytes that would make a coordinator fill gigabytes
@@ -221,9 +225,10 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
         (b'{"uses": ' + b"9" * 5000 + b"}", "number out of range"),
         (b'{"uses": 1,\n "uses" 2}', "expected `:` at line 2 column 9"),
         (b"\xff\xfe{}", "expected value at line 1 column 1"),
+        (b'{"method": {"name": "fedavg", "lr": 1, "lr": 1}}', "the key 'lr' is there twice"),
         (b"{}" + b" " * JSON_LIMIT, "bytes, this one more; shorten it"),
     ],
-    ids=["deep", "very deep", "cut off", "long number", "a slip", "not UTF-8", "huge"],
+    ids=["deep", "very deep", "cut off", "long number", "a slip", "not UTF-8", "a key twice", "huge"],
 )
 def test_the_answer_to_unreadable_json_says_what_where_and_which_limit(tmp_path: Path, body: bytes, said: str) -> None:
     async def script(fleet: Fleet) -> None:

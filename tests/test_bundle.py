@@ -84,6 +84,13 @@ def test_malformed_manifests_raise_a_bundle_error(data: bytes) -> None:
         parse_manifest(data)
 
 
+def test_a_manifest_that_has_a_key_twice_is_refused() -> None:
+    """Readers differ in which of the two they take, and the digest would vouch for both models."""
+    text = small_manifest().to_bytes()
+    with pytest.raises(BundleError, match="malformed: the key 'name' is there twice; export"):
+        parse_manifest(text.replace(b"{", b'{"name": "other", ', 1))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

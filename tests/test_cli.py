@@ -162,6 +162,12 @@ def test_a_settings_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> Non
         assert read_settings(tmp_path / name) == {"name": "a"}
 
 
+def test_a_settings_file_in_json_may_not_have_a_key_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"method": {"lr": 1, "lr": 2}}')
+    with pytest.raises(ConfigError, match="the key 'lr' is there twice; correct it there"):
+        read_settings(tmp_path / "a.json")
+
+
 def test_settings_that_do_not_fit_each_other_are_refused_without_the_whole_table() -> None:
     table = {"name": "a", "bundle": "0" * 64, "method": {"name": "fedavg"}, "rounds": 1, "cohort": 1, "min_updates": 3}
     with pytest.raises(ConfigError, match=r"^a\.toml, settings: min_updates 3 is more than the cohort of 1; lower it$"):

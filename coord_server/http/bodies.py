@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import json
 import re
 import sys
 from base64 import b64decode
@@ -19,6 +20,7 @@ from coord_server.http.problems import JSON
 from coord_server.live.uploads import receive
 from coord_server.problems import Refusal
 from coord_server.store.blobs import FolderBlobs
+from edge_client.protocol.payload import without_repeats
 
 JSON_LIMIT = 256 * 1024  # bytes of the operator's JSON messages
 DEVICE_LIMIT = 16 * 1024  # bytes of all other messages: a report with a long reason, every character escaped
@@ -82,9 +84,10 @@ async def _message(scope: Scope, receive: Receive) -> Message:
 
 
 def _check_json(message: bytes) -> None:
-    """Refuse text that is not JSON, or nests too deeply, before it is unpacked. Raises HTTPException."""
+    """Refuse text that is not JSON, nests too deeply or repeats a key, before it is unpacked. Raises HTTPException."""
     try:
         from_json(message)
+        json.loads(message, object_pairs_hook=without_repeats)
     except ValueError as error:
         why = str(error)
         if why.startswith("recursion limit"):

@@ -26,6 +26,7 @@ from edge_client.files import write_whole
 from edge_client.named_bundles import bundle_folder
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.operator import TokenRequest
+from edge_client.protocol.payload import without_repeats
 
 app = typer.Typer(help="Create, watch and steer federations on a coordinator.", no_args_is_help=True)
 
@@ -70,7 +71,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if path.suffix != ".json":
         return toml.read(path)
     try:
-        found = json.loads(path.read_text("utf-8-sig"))
+        found = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=without_repeats)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; check its path and permissions") from None
     except ValueError as error:

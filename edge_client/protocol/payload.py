@@ -220,10 +220,14 @@ def _text(value: object) -> None:
 
 def _json(text: str) -> Any:
     """A JSON value with every key once, without NaN and infinity. Raises ValueError."""
-    return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+    return json.loads(text, object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `json.loads`. Raises ValueError for a key that is there twice.
+
+    Readers differ in which of the two they take.
+    """
     found = dict(pairs)
     if len(found) != len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
