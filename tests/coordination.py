@@ -252,5 +252,6 @@ async def pages(fleet: Fleet, path: str, limit: int) -> list[list[Any]]:
         answer = await fleet.operator("GET", url)
         assert answer.status_code == 200, answer.text
         found.append(answer.json())
-        url = answer.links.get("next", {}).get("url", "")
+        following = answer.links.get("next", {}).get("url")
+        url = "" if following is None else str(answer.url.join(following))
     return found

@@ -396,6 +396,21 @@ def test_every_list_comes_in_pages_that_hold_each_item_once(tmp_path: Path, monk
     play(tmp_path, script)
 
 
+def test_addresses_in_answers_hold_below_the_path_of_a_proxy(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.bundle()
+        outside = httpx.URL("https://example.org/fleet/v1/federations?prefix=a&limit=1")
+        for name in ("a", "ab"):
+            made = await fleet.operator("POST", "/v1/federations", json=settings(name=name))
+            assert str(outside.join(made.headers["Location"])) == f"https://example.org/fleet/v1/federations/{name}"
+        listed = await fleet.operator("GET", "/v1/federations?prefix=a&limit=1")
+        following = outside.join(listed.links["next"]["url"])
+        assert following.path == outside.path
+        assert dict(following.params) == {"prefix": "a", "limit": "1", "cursor": following.params["cursor"]}
+
+    play(tmp_path, script)
+
+
 @pytest.mark.parametrize("query", ["cursor=x", "cursor=WyJhIl0", "cursor=WzFd", "limit=0", "limit=1001", "cursor=%F0"])
 def test_a_cursor_that_is_not_of_the_list_is_refused(tmp_path: Path, query: str) -> None:
     async def script(fleet: Fleet) -> None:

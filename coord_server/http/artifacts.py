@@ -38,6 +38,7 @@ Files = Annotated[Exports, Depends(_exports)]
 
 
 def _answer(found: Export, where: str) -> Response:
+    """The file's state; `where` is its later address, relative to the one that was asked for."""
     done = found.state == "ready"
     headers = {"Location": where, **({} if done else {"Retry-After": AGAIN})}
     return Response(found.model_dump_json(), 200 if done else 202, headers, "application/json")
@@ -56,7 +57,7 @@ async def export_model(served: Operated, files: Files, federation: FederationId,
     """
     live = await served.find(federation)
     found = await files.ask(live, wanted.kind, wanted.device)
-    return _answer(found, f"/v1/federations/{federation}/exports/{found.id}")
+    return _answer(found, f"exports/{found.id}")
 
 
 @router.get("/federations/{federation}/exports")
@@ -110,7 +111,7 @@ async def fetch_own_model(
     if found.state == "failed":
         raise Refusal("export-failed", found.detail)
     if found.state != "ready":
-        return _answer(found, str(request.url.path))
+        return _answer(found, f"model?kind={kind}")
     path = files.file(found.id)
     answer = blobs.file(request, path, {"Maskfleet-Source": str(found.source)})
     calling.live.devices.count(device, "down", "bundle", int(answer.headers["Content-Length"]))  # bytes of no round

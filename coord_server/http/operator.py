@@ -45,7 +45,7 @@ async def show_health(served: Served) -> Health:
 async def create_federation(served: Operated, response: Response, config: FederationConfig) -> Federation:
     """Its name is its id. It recruits until `min_devices` have asked for work, then runs by itself."""
     made = await served.create(config)
-    response.headers["Location"] = f"/v1/federations/{made.id}"
+    response.headers["Location"] = f"federations/{made.id}"  # relative, as in `pages`
     return made
 
 

@@ -1,7 +1,7 @@
 """Lists in pages, one scheme for all: `limit`, an opaque `cursor`, and a `Link` header (RFC 8288) to the next page.
 
 The cursor is the place of the page's last item in the list's order, so that items that come and go between two requests
-move no other item.
+move no other item. The link is relative, because a proxy may serve the coordinator below a path of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST = 1000  # items of a page, also without `limit`: small installations see al
 T = TypeVar("T")
 LINK: dict[int | str, dict[str, Any]] = {
     200: {
-        "headers": {"Link": {"description": '`<...>; rel="next"` when there are more.', "schema": {"type": "string"}}}
+        "headers": {"Link": {"description": '`<?...>; rel="next"` when there are more.', "schema": {"type": "string"}}}
     }
 }
 """What the answer of every list has in the OpenAPI document."""
@@ -53,7 +53,7 @@ class Page:
         if len(items) > self.limit:
             text = json.dumps(places[self.limit - 1], separators=(",", ":")).encode()
             url = self.request.url.include_query_params(cursor=urlsafe_b64encode(text).decode(), limit=self.limit)
-            self.response.headers["Link"] = f'<{url.path}?{url.query}>; rel="next"'
+            self.response.headers["Link"] = f'<?{url.query}>; rel="next"'
         return items[: self.limit]
 
 

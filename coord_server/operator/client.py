@@ -93,7 +93,7 @@ class Operator:
             following = response.links.get("next", {}).get("url")
             if following is None:
                 return found
-            response = self._response("GET", following)
+            response = self._response("GET", str(response.url.join(following)))
 
     def health(self) -> Health:
         """Raises UnreachableError when the coordinator is not up."""
