@@ -420,8 +420,15 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="no channel groups"):
         start(pruning(), mlp(6, 5, 3))
-    with pytest.raises(ConfigError, match="at least one of its own: raise rounds, or lower prune_after"):
+    with pytest.raises(
+        ConfigError, match=r"^prune = 0.4 .* after 4 rounds .* give rounds = 5 or more, give prune_after = 2"
+    ):
+        start(Lattice(prune=0.4), rounds=4)
+    with pytest.raises(ConfigError, match="give rounds = 10 or more, give prune_after = 4, or leave prune out"):
         start(pruning(prune_after=9))
+    with pytest.raises(ConfigError, match=r"by default 4.* give rounds = 5 or more, or leave prune out"):
+        start(Lattice(prune=0.4), rounds=1)
+    assert Lattice().prune_after == 4  # as the sentence says
     with pytest.raises(ConfigError, match="'conv9'"):
         start(pruning(prune_keep={"conv9": 0.5}))
     start(Lattice(), mlp(6, 5, 3))

@@ -34,9 +34,11 @@ def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[st
     if unknown := set(prune_keep) - {g.name for g in m.groups}:
         raise ConfigError(f"prune_keep names {sorted(unknown)}, but the groups are {[g.name for g in m.groups]}")
     if prune_after >= course.rounds:
+        sooner = f"give prune_after = {max(course.rounds // 2, 1)}, " if course.rounds > 1 else ""
         raise ConfigError(
-            f"prune_after = {prune_after}, but rounds = {course.rounds}; the smaller network needs at "
-            "least one of its own: raise rounds, or lower prune_after"
+            f"prune = {prune} makes the network smaller after {prune_after} rounds (prune_after, by default 4), and "
+            f"rounds = {course.rounds} leaves the smaller network none; give rounds = {prune_after + 1} or more, "
+            f"{sooner}or leave prune out"
         )
     packed = choose(m, course.model.parameters, prune, prune_keep)
     if network(course, packed).units is None:
