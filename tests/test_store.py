@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from coord_server import auth, store
 from coord_server.store import open_store
@@ -381,6 +383,20 @@ def test_a_url_that_opens_no_database_is_wrong_usage(tmp_path: Path, url: str, s
     with pytest.raises(ConfigError, match=f"--database: .*{said}"):
         open_store(tmp_path / "data", url)
     open_store(tmp_path / "data").close()
+
+
+def test_a_database_that_does_not_answer_is_one_sentence_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libpq = 'connection to "db" failed: Connection refused\n\tIs the server running on that host?'
+    url = f"sqlite:///{tmp_path / 'fleet.db'}"
+    monkeypatch.setattr("sqlalchemy.Engine.connect", Mock(side_effect=OperationalError("", {}, Exception(libpq))))
+    with pytest.raises(StorageUnreachableError) as caught:
+        open_store(tmp_path / "data", url)
+    assert str(caught.value) == (
+        'the coordinator\'s database does not answer: connection to "db" failed: Connection refused '
+        "Is the server running on that host?; bring it back or correct --database, and repeat this"
+    )
 
 
 OPEN = "import sys; from pathlib import Path; from coord_server.store import open_store; open_store(Path(sys.argv[1]))"

@@ -77,9 +77,11 @@ def _prepare_sqlite(engine: Engine) -> None:
 
 def _kind(error: Exception) -> StateError:
     """The database's error as the StateError of its kind."""
-    reason = str(error.orig if isinstance(error, DBAPIError) else error)
+    reason = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())  # libpq writes several lines
     if isinstance(error, IntegrityError) or any(w in reason for w in ("malformed", "not a database", "corrupt")):
         return StorageDamagedError(f"the coordinator's database is damaged: {reason}; restore it")
     if "full" in reason or "No space left" in reason:
         return StorageFullError(f"the coordinator's database takes no more: {reason}; free space for it")
-    return StorageUnreachableError(f"the coordinator's database does not answer: {reason}; the request can be repeated")
+    return StorageUnreachableError(
+        f"the coordinator's database does not answer: {reason}; bring it back or correct --database, and repeat this"
+    )
