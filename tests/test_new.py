@@ -93,6 +93,18 @@ def test_a_project_s_two_files_have_the_model_s_rounds_and_rate_in_every_method(
     assert found["rounds"] == federation["rounds"] == command.ROUNDS[template]
 
 
+@pytest.mark.parametrize("name", ["--x", "-", "a b", "it's"])
+def test_the_command_that_is_printed_next_enters_the_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    new(Path(name), "mlp")
+    enter = re.search(r"^next: (.*?) && ", capsys.readouterr().out, re.MULTILINE)
+    assert enter is not None
+    done = subprocess.run(["sh", "-c", f"{enter[1]} && pwd"], capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path / name}\n", done.stderr
+
+
 def test_names_that_a_federation_cannot_have_are_made_so() -> None:
     assert 'name = "my-net-2"' in project("my net_2", "mlp")["federation.toml"]
     assert f'name = "{"n" * 64}"' in project("n" * 70, "mlp")["federation.toml"]

@@ -40,11 +40,7 @@ def new(
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
     typer.echo(f"wrote {', '.join(files)} to {folder}")
-    for line in (
-        advice(folder)
-        if method is None
-        else [f"next: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest"]
-    ):
+    for line in advice(folder) if method is None else [f"next: {_enter(folder)} && pip install -e '.[test]' && pytest"]:
         typer.echo(line)
 
 
@@ -87,10 +83,15 @@ def advice(folder: Path) -> list[str]:
     lacks = missing_exporter()
     data = [] if find_spec("sklearn") else ["data.py reads scikit-learn's digits; run: pip install 'maskfleet[bench]'"]
     if not lacks:
-        return [*data, f"next: cd {shlex.quote(str(folder))} && maskfleet simulate simulate.toml"]
+        return [*data, f"next: {_enter(folder)} && maskfleet simulate simulate.toml"]
     return [
         *data,
-        f"next: cd {shlex.quote(str(folder))} && maskfleet simulate simulate.toml --bundle digits",
+        f"next: {_enter(folder)} && maskfleet simulate simulate.toml --bundle digits",
         f"model.py needs {' and '.join(lacks)}, which devices do not; run: pip install 'maskfleet[author]', then leave "
         "out --bundle",
     ]
+
+
+def _enter(folder: Path) -> str:
+    """The shell command that changes to a folder, also to one whose name looks like an option."""
+    return f"cd {shlex.quote(f'./{folder}' if str(folder).startswith('-') else str(folder))}"
