@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from coord_server.app import create_app
 from coord_server.bundles import MAX_PARAMETERS
 from coord_server.connections import MOST, PATIENCE, SPARE, Connection, Places
 from coord_server.coordinator import Coordinator
+from coord_server.operator.cli import TOKEN_FILE, URL
 from coord_server.store import open_store
 from edge_client.errors import ConfigError
 from edge_client.logs import set_up
@@ -220,16 +222,27 @@ async def _run(
     sys.setswitchinterval(SWITCH)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    url = f"{'http' if certificate is None else 'https'}://{shown}:{port}"
+    scheme = "http" if certificate is None else "https"
+    url = f"{scheme}://{shown}:{port}"
     source = f"in {where}" if where else f"from {auth.OPERATOR_ENV}"
+    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, shown)
+    ready = (
+        f"maskfleet coordinator ready at {url} (operator token {source}){_settings(f'{scheme}://{here}:{port}', where)}"
+    )
     tls: dict[str, Any] = {}
     if certificate is not None:
         tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
         limit_handshakes(asyncio.get_running_loop())
     config = configured(coordinator, places, application, lifespan="on", **tls)
-    await _Server(config, coordinator, f"maskfleet coordinator ready at {url} (operator token {source})").serve(
-        [listening]
-    )
+    await _Server(config, coordinator, ready).serve([listening])
+
+
+def _settings(url: str, token_file: Path | None) -> str:
+    """A line with what the operator's commands need to reach this coordinator; none where their defaults do."""
+    found = [] if url == URL else [f"MASKFLEET_URL={url}"]
+    if token_file not in (None, TOKEN_FILE):
+        found.append(f'{auth.OPERATOR_ENV}="$(cat {shlex.quote(str(token_file.absolute()))})"')
+    return "\nfor `maskfleet federation` in another terminal: export " + " ".join(found) if found else ""
 
 
 def limit_handshakes(loop: asyncio.AbstractEventLoop) -> None:

@@ -19,9 +19,9 @@ SERVE = [sys.executable, "-c", "from coord_server.serve import serve; import typ
 
 
 @contextmanager
-def coordinator(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def coordinator(folder: Path, port: int = 0, token: str = OPERATOR) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A coordinator that is ready, and its address; killed at the end if it still lives."""
-    environment = {**os.environ, "MASKFLEET_OPERATOR_TOKEN": OPERATOR, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "MASKFLEET_OPERATOR_TOKEN": token, "OMP_NUM_THREADS": "1"}
     command = [*SERVE, "--port", str(port), "--data", str(folder), "--log-level", "warning"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from coordinator_process import coordinator
 
 from coord_server import auth, serve
 from coord_server.store import open_store
@@ -39,6 +42,40 @@ def call(*arguments: str) -> None:
     whole = ["serve", *arguments]
     done = CliRunner().invoke(cli.build(), whole, catch_exceptions=False)
     assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("url", "file", "needed"),
+    [
+        ("http://127.0.0.1:8750", Path("coordinator/operator-token"), ""),
+        ("http://127.0.0.1:8750", None, ""),
+        ("https://10.0.0.5:8750", None, "MASKFLEET_URL=https://10.0.0.5:8750"),
+        (
+            "http://127.0.0.1:80",
+            Path("/srv/my fleet/operator-token"),
+            "MASKFLEET_URL=http://127.0.0.1:80 MASKFLEET_OPERATOR_TOKEN=\"$(cat '/srv/my fleet/operator-token')\"",
+        ),
+        (
+            "http://127.0.0.1:8750",
+            Path("x/operator-token"),
+            'MASKFLEET_OPERATOR_TOKEN="$(cat {here}/x/operator-token)"',
+        ),
+    ],
+)
+def test_serve_prints_what_the_operator_s_commands_need_beyond_their_defaults(
+    url: str, file: Path | None, needed: str
+) -> None:
+    line = "\nfor `maskfleet federation` in another terminal: export " + needed.replace("{here}", str(Path.cwd()))
+    assert serve._settings(url, file) == (line if needed else "")
+
+
+def test_the_line_that_serve_prints_makes_the_operator_s_commands_work(tmp_path: Path) -> None:
+    with coordinator(tmp_path / "my data", token="") as (process, _):  # it draws a token
+        assert process.stdout is not None
+        _, _, setting = process.stdout.readline().partition("terminal: ")
+        listing = f"{setting.strip()}; {sys.executable} -m edge_client.cli federation list --json"
+        done = subprocess.run(["sh", "-c", listing], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_every_option_reaches_its_part(tmp_path: Path, seen: dict[str, Any]) -> None:
