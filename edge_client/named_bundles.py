@@ -38,8 +38,9 @@ def bundle_folder(name: str, beside: Path, *others: str) -> Path:
     folder = bundle_path(name, beside)
     if not (folder / MANIFEST).is_file():
         known = [*packaged(), *others]
+        why = f"the folder {folder} holds no {MANIFEST}" if folder.is_dir() else f"there is no folder {folder}"
         raise BundleError(
-            f"bundle = {name!r}: the folder {folder.resolve()} holds no {MANIFEST}, and the bundles with a name are "
-            f"{', '.join(known)}{suggestion(Path(name).name, known)}"
+            f"bundle {name!r}: {why}; name a bundle's folder, or one of {', '.join(known)}"
+            f"{suggestion(Path(name).name, known)}"
         )
     return folder

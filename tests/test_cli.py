@@ -145,7 +145,9 @@ def test_a_bundle_s_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text('bundle = "digit"\nrounds = 1\n')
     folder = re.escape(str(tmp_path / "digit"))
-    with pytest.raises(BundleError, match=rf"bundle = 'digit': the folder {folder} holds no .*did you mean 'digits'"):
+    with pytest.raises(
+        BundleError, match=rf"bundle 'digit': there is no folder {folder}; name .*did you mean 'digits'"
+    ):
         create(file)
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from coord_server.http import pages
 from coord_server.operator import manage
 from coord_server.operator.client import Operator
-from edge_client.errors import ConfigError, ServerError
+from edge_client.errors import ConfigError, ServerError, UnreachableError
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.operator import TokenRequest
 
@@ -60,6 +60,18 @@ def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:
         assert "deleted" in said("federation", "delete", "fed")
         said("bundle", "delete", bundle[:9])
         assert operator.federations() == operator.bundles() == []
+
+
+def test_the_bundles_that_need_no_coordinator_are_named_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASKFLEET_OPERATOR_TOKEN", raising=False)
+    named = "without a coordinator there are digits, digits-wide, har: `maskfleet bundle inspect NAME` shows one"
+    with pytest.raises(ConfigError, match=f"no operator token: .*; {named}"):
+        manage.list_bundles(token_file=tmp_path / "none")
+    monkeypatch.setenv("MASKFLEET_OPERATOR_TOKEN", "t")
+    with pytest.raises(UnreachableError, match=f"does not answer .*; {named}"):
+        manage.list_bundles(url="http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,13 @@ def test_a_folder_is_relative_to_the_file_that_names_it_and_dot_slash_means_no_p
     assert bundle_folder("digits", tmp_path) == packaged()["digits"]
     assert bundle_folder("./digits", tmp_path) == tmp_path / "digits"
     assert find_bundle(str(tmp_path / "mine")).manifest.name == "har"
-    with pytest.raises(BundleError, match=r"nowhere holds no manifest.*digits.*har"):
-        bundle_folder("nowhere", tmp_path)
+    with pytest.raises(
+        BundleError, match="'nowhere': there is no folder nowhere; name a bundle's folder, or one of digits"
+    ):
+        bundle_folder("nowhere", Path())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BundleError, match=r"the folder .*empty holds no manifest.*digits.*har"):
+        bundle_folder("empty", tmp_path)
 
 
 def test_a_federation_is_created_from_a_packaged_bundle_by_its_name(

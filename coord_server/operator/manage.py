@@ -30,7 +30,8 @@ from coord_server.operator.cli import (
 )
 from coord_server.operator.show import DIGITS
 from coord_server.operator.tables import plain, table_of
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, UnreachableError
+from edge_client.named_bundles import packaged
 from edge_client.protocol.messages import Change
 from edge_client.protocol.operator import BundleSummary, TokenSummary, Viewer, ViewerRequest
 
@@ -125,8 +126,12 @@ def revoke_viewer(token: TokenId, url: Url = URL, token_file: TokenFile = TOKEN_
 
 
 def list_bundles(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
-    """List the bundles: name, parameters, missing parts, the federations that use each (--json: whole digests)."""
-    _print(lambda operator: operator.bundles(), _bundles, url, token_file, as_json)
+    """List a coordinator's bundles: name, parameters, missing parts, federations that use each (--json: all digits)."""
+    try:
+        _print(lambda operator: operator.bundles(), _bundles, url, token_file, as_json)
+    except (ConfigError, UnreachableError) as error:
+        here = f"; without a coordinator there are {', '.join(packaged())}: `maskfleet bundle inspect NAME` shows one"
+        raise type(error)(f"{error}{here if packaged() else ''}") from None
 
 
 def _bundles(found: Sequence[BundleSummary]) -> list[Table | Text]:
