@@ -209,6 +209,13 @@ class Odd(nn.Module):
         return self.head(self.function[0](self, self.first(x)))
 
 
+class _Probabilities(nn.Linear):
+    """A classifier that gives logits in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else super().forward(x).softmax(1)
+
+
 class _Sign(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -299,7 +306,8 @@ REFUSED = {
     "item": (Odd(lambda _, y: y * y.max().item()), "a tensor's value as a Python number; keep it a tensor"),
     "selection": (Odd(lambda _, y: y[y[:, 0] > -1e9]), "picks entries by a mask.*use where"),
     "randomness": (Odd(lambda _, y: y + torch.randn_like(y)), "forward: operator 'randn_like'.*torch.nn.Dropout"),
-    "probabilities": (nn.Sequential(nn.Linear(5, 3), nn.Softmax(1)), "ends with a softmax.*return the logits"),
+    "probabilities": (nn.Sequential(nn.Linear(5, 3), nn.Softmax(1)), "a softmax, and the loss .*; return the logits$"),
+    "probabilities in evaluation": (_Probabilities(5, 3), "in evaluation only, and `predict`.*logits there too$"),
     "sort": (Odd(lambda _, y: y.sort(1).values), "forward: operator 'sort'.*ties"),
     "product": (Odd(lambda _, y: y.cumprod(1)), "forward: operator 'cumprod'.*cumsum"),
     "rrelu": (nn.Sequential(nn.Linear(5, 6), nn.RReLU(), nn.Linear(6, 3)), "module '1': operator 'rrelu"),

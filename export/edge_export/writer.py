@@ -27,7 +27,7 @@ from edge_export.files import check_free, write_bundle
 from edge_export.graphs import eval_graph, train_graph
 from edge_export.groups import with_groups
 from edge_export.kept_state import refuse_state
-from edge_export.modes import duplicate, evaluating, running
+from edge_export.modes import duplicate, evaluating, in_training, running
 from edge_export.onnx_passes import OWN_NAMES
 from edge_export.programs import prove_programs, torch_programs
 from edge_export.proof import Shown, prove
@@ -184,13 +184,24 @@ def proved_graphs(
     train = train_graph(module, example, parameters, buffers, free, target)
     evaluation = eval_graph(module, example, parameters, buffers)
     if isinstance(target, targets.Classification | targets.Sequence) and _maker(evaluation, "logits") == "Softmax":
-        raise ModelError("the module ends with a softmax, and the loss takes one itself; return the logits")
+        raise ModelError(_no_softmax(module, example))
     return Graphs(witness, example, found, train, evaluation, prove(witness, example, train, evaluation))
 
 
 def _maker(graph: ModelProto, name: str) -> str:
     """The operator whose output is `name`."""
     return next((str(node.op_type) for node in graph.graph.node if name in node.output), "")
+
+
+def _no_softmax(module: nn.Module, batch: Tensor) -> str:
+    """What to change in a classifier that ends with a softmax in evaluation, and perhaps in training."""
+    with torch.no_grad():
+        trained: Tensor = in_training(duplicate(module))(batch.clone())
+    if torch.allclose(trained.sum(-1), torch.ones(())):
+        return "the module ends with a softmax, and the loss takes one itself; return the logits"
+    return (
+        "the module ends with a softmax in evaluation only, and `predict` takes one itself; return the logits there too"
+    )
 
 
 class _Named(nn.Module):
