@@ -81,6 +81,7 @@ def create_app(
                 "Content-Type",
                 "Content-Digest",
                 "If-None-Match",
+                "If-Range",
                 "Last-Event-ID",
                 "Maskfleet-Cost",
                 "Maskfleet-Lease",

@@ -47,6 +47,8 @@ def test_bundles_and_payloads_have_etags_ranges_and_their_readers(tmp_path: Path
             assert (rest.status_code, rest.content) == (206, whole.content[2:])
             size = len(whole.content)
             assert rest.headers["content-range"] == f"bytes 2-{size - 1}/{size}"
+            stale = await fleet.http.get(path, headers={**mine, "Range": "bytes=2-", "If-Range": '"another"'})
+            assert (stale.status_code, stale.content) == (200, whole.content)
             last = await fleet.http.get(path, headers={**mine, "Range": "bytes=-2"})
             assert last.content == whole.content[-2:]
             refused(await fleet.http.get(path, headers={**mine, "Range": f"bytes={size}-"}), "bad-range")
@@ -199,7 +201,13 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         for path in ("/v1", "/v1/nothing", "/v1/federations/none"):
             refused(await fleet.operator("GET", path), "not-found")
-        refused(await fleet.operator("PATCH", "/v1/federations"), "method-not-allowed")
+        for path, allowed in (
+            ("/v1/federations", "GET, POST"), ("/v1/federations/fed", "DELETE, GET, PATCH"), ("/", "GET"),
+            ("/v1/federations/fed/devices/a", "DELETE"), ("/v1/federations/fed/pause", "POST"),
+        ):  # fmt: skip
+            answer = await fleet.operator("PUT", path)
+            refused(answer, "method-not-allowed")
+            assert answer.headers["allow"] == allowed, path
         untyped = refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
         assert "the message has no Content-Type; send" in untyped
         refused(await fleet.operator("POST", "/v1/federations", content=b" " * (JSON_LIMIT + 1)), "too-large")

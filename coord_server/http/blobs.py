@@ -42,7 +42,7 @@ async def immutable(
     asked = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if headers["ETag"] in asked or "*" in asked:
         return Response(status_code=304, headers=headers)
-    start, stop, status = _part(request.headers.get("range"), size, headers)
+    start, stop, status = _part(request, size, headers)
     if data is None and size <= WHOLE:
         data = await asyncio.to_thread(blobs.read, shelf, sha256)
     if data is not None:
@@ -55,15 +55,18 @@ def file(request: Request, path: Path, more: Mapping[str, str]) -> Response:
     """The bytes of a file, or of a single range of it, with `more` headers. Raises Refusal."""
     found = path.stat()
     headers = {"ETag": f'"{found.st_mtime_ns:x}-{found.st_size:x}"', "Accept-Ranges": "bytes", **more}
-    same = request.headers.get("if-range", headers["ETag"]) == headers["ETag"]
-    start, stop, status = _part(request.headers.get("range") if same else None, found.st_size, headers)
+    start, stop, status = _part(request, found.st_size, headers)
     headers["Content-Length"] = str(stop - start)
     return StreamingResponse(stream(path, start, stop), status, headers, "application/octet-stream")
 
 
-def _part(asked: str | None, size: int, headers: dict[str, str]) -> tuple[int, int, int]:
-    """First byte, the one after the last and the status of an answer, whose `headers` name the part."""
-    span = _range(asked, size)
+def _part(request: Request, size: int, headers: dict[str, str]) -> tuple[int, int, int]:
+    """First byte, the one after the last and the status of an answer, whose `headers` name the part.
+
+    A part of what has another ETag than `If-Range` is of no use to the caller: then all is sent.
+    """
+    same = request.headers.get("if-range", headers["ETag"]) == headers["ETag"]
+    span = _range(request.headers.get("range") if same else None, size)
     if span is None:
         return 0, size, 200
     headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{size}"

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import compile_path
 from starlette.types import Scope
 
 from coord_server.problems import MEDIA_TYPE, PROBLEMS, Refusal, message
@@ -118,7 +119,17 @@ async def _http(request: Request, error: Exception) -> Response:
         "not-found": f"there is nothing at {path}; see /docs",
         "method-not-allowed": f"{path} does not take {request.method}; see /docs",
     }.get(kind, str(error.detail))
-    return problem(request.scope, kind, detail, dict(error.headers or {}), error.status_code)
+    headers = dict(error.headers or {})
+    if "Allow" in headers:
+        headers["Allow"] = _allowed(request, headers["Allow"])
+    return problem(request.scope, kind, detail, headers, error.status_code)
+
+
+def _allowed(request: Request, first: str) -> str:
+    """The methods of a path. The router names those of its `first` operation only."""
+    paths = request.app.openapi()["paths"].items()
+    others = [operations for pattern, operations in paths if compile_path(pattern)[0].match(request.url.path)]
+    return ", ".join(sorted({*first.split(", "), *(method.upper() for found in others for method in found)}))
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
