@@ -27,7 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from edge_client.errors import BundleError, first_fault
+from edge_client.errors import DIGEST, NAME, BundleError, first_fault
 from edge_client.protocol.payload import without_repeats
 from edge_client.targets import AnyTarget
 
@@ -187,14 +187,14 @@ class Input(_Data):
         return self
 
 
-PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+PartName = Annotated[str, Field(pattern=NAME)]
 """A plain file name: it becomes one in every folder the bundle is fetched to."""
 
 
 class Part(_Data):
     """A file of the bundle, content-addressed."""
 
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Annotated[str, Field(pattern=DIGEST)]
     size: Annotated[int, Field(ge=0)]
 
 

@@ -128,10 +128,10 @@ def test_a_refused_update_is_not_read(tmp_path: Path) -> None:
         ({"backend": "abacus"}, "bad-config", "leave `backend` out and join with --backend"),
         ({"backend": "torch"}, "bad-config", "needs ['model-eval.pt2', 'model.pt2'] of bundle 'small'"),
         ({"bundle": "0" * 64}, "not-found", "POST its manifest"),
-        ({"bundle": "short"}, "bad-message", "bundle"),
+        ({"bundle": "short"}, "bad-message", "bundle = 'short': 64 lower-case hexadecimal digits are due; correct"),
         ({"rounds": 0}, "bad-message", "rounds"),
         ({"min_updates": 3}, "bad-message", "min_updates 3 is more than the cohort"),
-        ({"name": "../x"}, "bad-message", "name"),
+        ({"name": "../x"}, "bad-message", "name = '../x': a name has letters, digits, '.'"),
         ({"name": "bundles"}, "name-taken", "'bundles' is the name of a folder of the coordinator"),
         ({"speed": 1}, "bad-message", "speed"),
         ({"deadline_seconds": float("inf")}, "bad-message", "finite"),
@@ -208,6 +208,9 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
             answer = await fleet.operator("PUT", path)
             refused(answer, "method-not-allowed")
             assert answer.headers["allow"] == allowed, path
+        for typed in ({}, {"Content-Type": "application/json"}):
+            empty = refused(await fleet.operator("POST", "/v1/viewers", typed), "bad-message")
+            assert "the message is empty; send a JSON object" in empty
         untyped = refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
         assert "the message has no Content-Type; send" in untyped
         refused(await fleet.operator("POST", "/v1/federations", content=b" " * (JSON_LIMIT + 1)), "too-large")

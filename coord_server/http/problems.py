@@ -136,7 +136,9 @@ async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     sent_as = request.headers.get("content-type", "")
-    if first["loc"] == ("body",) and not JSON.match(sent_as):
+    if first["loc"] == ("body",) and first["type"] == "missing":
+        what = "the message is empty; send a JSON object with Content-Type: application/json, {} for the defaults"
+    elif first["loc"] == ("body",) and not JSON.match(sent_as):
         sent = f"was sent as {sent_as}" if sent_as else "has no Content-Type"
         what = f"the message {sent}; send Content-Type: application/json"
     else:

@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+from edge_client.errors import DIGEST, NAME
+
+Name = Annotated[str, Field(pattern=NAME)]
 TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Field(pattern=DIGEST)]
 
 MAX_SAMPLES = 2**31 - 1  # a device states its own weight in a mean: more is refused
 MAX_LOSS = 1e6  # of either sign; the mean loss over a federation stays finite
@@ -177,7 +179,7 @@ class Enrol(Message):
 
     token: str
     device: Name
-    credential: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    credential: Annotated[str, Field(pattern=DIGEST)]
     sample: Annotated[tuple[Parameters, ...], Field(max_length=64)] | None = None
     """The shape of one of its samples: of another shape than the model's input, it is refused and the token kept."""
 
