@@ -228,7 +228,10 @@ class Exports:
         """Which model a device has reported to keep, None before. Blocks. Raises Refusal, StateError."""
         row = self._store.metadata.device(live.id, device)
         if row is None:
-            raise Refusal("not-found", f"no device {device!r} is enrolled in {live.id}; GET .../devices lists them")
+            raise Refusal(
+                "not-found",
+                f"no device {device!r} is enrolled in {live.id}, or it was removed; GET .../devices lists all",
+            )
         try:
             return None if row.report is None else Report.model_validate_json(row.report).source
         except ValidationError as error:

@@ -122,9 +122,11 @@ class ServerError(MaskfleetError):
 # Patterns of fields, and what is said in place of them.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 DIGEST = r"^[0-9a-f]{64}$"
+TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
 _PATTERNS = {
     NAME: "a name has letters, digits, '.', '_' and '-', 64 at most, and begins with a letter or digit",
     DIGEST: "64 lower-case hexadecimal digits are due",
+    TOKEN_ID: "16 lower-case hexadecimal digits are due",
 }
 _SHOWN = Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100  # characters of a value in a sentence

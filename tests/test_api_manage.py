@@ -454,6 +454,20 @@ def test_join_tokens_are_listed_without_the_secret_and_a_revoked_one_admits_nobo
     play(tmp_path, script)
 
 
+def test_a_stopped_federation_gives_no_join_token_and_a_finished_one_does(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        assert (await fleet.operator("POST", f"{FED}/tokens", json={})).status_code == 201
+        await fleet.operator("DELETE", FED)
+        await fleet.federation()
+        await fleet.operator("POST", f"{FED}/stop")
+        said = refused(await fleet.operator("POST", f"{FED}/tokens", json={}), "wrong-phase")
+        assert said == "fed is stopped and enrols no more devices; create another federation"
+
+    play(tmp_path, script)
+
+
 def test_a_bundle_is_shown_in_figures_and_a_method_with_its_schema(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation(min_devices=9)

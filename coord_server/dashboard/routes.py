@@ -287,7 +287,8 @@ async def make_token(request: Request, served: Served, fields: Command, federati
         raise HTTPException(422, f"{first_fault(error)}; go back, correct it and send it again") from None
     except ValueError:
         raise HTTPException(422, "the uses and the time of a token are numbers; go back and correct them") from None
-    token = await (await served.find(federation)).tokens.new(wanted)
+    live = await served.find(federation)
+    token = await live.tokens.new(wanted, live.summary().phase)
     command = f"maskfleet join {str(request.base_url).rstrip('/')} --token {token.token} --data mine.npz"
     lasts = LASTS.get(fields["expires_in"], "")
     return page(request, "token", token=token, command=command, code=_code(command), lasts=lasts)

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Path
 
 from coord_server.http.access import FederationId, Operated
 from coord_server.http.pages import LINK, Paged
-from edge_client.protocol.messages import TOKEN_ID
+from coord_server.http.problems import documented
+from edge_client.errors import TOKEN_ID
 from edge_client.protocol.operator import JoinToken, TokenRequest, TokenSummary, Viewer, ViewerRequest, ViewerToken
 
 router = APIRouter(prefix="/v1", tags=["operator"])
@@ -16,10 +17,11 @@ router = APIRouter(prefix="/v1", tags=["operator"])
 TokenId = Annotated[str, Path(pattern=TOKEN_ID, description="The token's id, from the list.")]
 
 
-@router.post("/federations/{federation}/tokens", status_code=201)
+@router.post("/federations/{federation}/tokens", status_code=201, responses=documented("wrong-phase"))
 async def make_join_token(served: Operated, federation: FederationId, request: TokenRequest) -> JoinToken:
-    """The token is shown once; only its digest is kept."""
-    return await (await served.find(federation)).tokens.new(request)
+    """The token is shown once; only its digest is kept. Refused for a stopped federation, which no device can join."""
+    live = await served.find(federation)
+    return await live.tokens.new(request, live.summary().phase)
 
 
 @router.get("/federations/{federation}/tokens", responses=LINK)

@@ -350,7 +350,10 @@ class LiveFederation:
     async def remove(self, device: str) -> None:
         """Remove a device for good. Raises Refusal, StateError."""
         if await asyncio.to_thread(self._store.metadata.device, self.id, device) is None:
-            raise Refusal("not-found", f"no device {device!r} is enrolled in {self.id}; GET .../devices lists them")
+            raise Refusal(
+                "not-found",
+                f"no device {device!r} is enrolled in {self.id}, or it was removed; GET .../devices lists all",
+            )
         was_ready = list[int]()
         await self._commits.submit(
             events.Removed(self._clock(), device),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from coord_server import auth
 from coord_server.problems import Refusal
 from coord_server.store.metadata import Metadata
+from edge_client.protocol.messages import Phase
 from edge_client.protocol.operator import JoinToken, TokenRequest, TokenSummary
 
 log = logging.getLogger("maskfleet")
@@ -20,8 +21,10 @@ class JoinTokens:
     def __init__(self, metadata: Metadata, id_: str, clock: Callable[[], float]) -> None:
         self.id, self._metadata, self._clock = id_, metadata, clock
 
-    async def new(self, request: TokenRequest) -> JoinToken:
-        """A fresh join token. Raises StateError."""
+    async def new(self, request: TokenRequest, phase: Phase | None) -> JoinToken:
+        """A fresh join token for the federation in its `phase`. Raises Refusal, StateError."""
+        if phase == "stopped":
+            raise Refusal("wrong-phase", f"{self.id} is stopped and enrols no more devices; create another federation")
         token, expires = auth.new_secret(), self._clock() + request.expires_in
         digest = auth.hashed(token)
         await asyncio.to_thread(self._metadata.add_token, digest, self.id, request.uses, expires)

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationInfo, 
 from edge_client.errors import DIGEST, NAME
 
 Name = Annotated[str, Field(pattern=NAME)]
-TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
 Sha256 = Annotated[str, Field(pattern=DIGEST)]
 
 MAX_SAMPLES = 2**31 - 1  # a device states its own weight in a mean: more is refused
