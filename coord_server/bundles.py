@@ -16,6 +16,7 @@ from edge_client.bundle import digest as sha256_of
 from edge_client.errors import BundleError, StorageDamagedError
 from edge_client.protocol.operator import BundleReceipt, BundleSummary
 
+NAMED = 5  # federations that a refusal names
 MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
 
 
@@ -153,7 +154,8 @@ class Bundles:
         if used is None:
             raise Refusal("not-found", f"there is no bundle {digest}; GET /v1/bundles lists them")
         if used:
-            raise Refusal("bundle-in-use", f"federations {used} use bundle {digest}; delete them first")
+            first, more = ", ".join(used[:NAMED]), f" and {len(used) - NAMED} more" if len(used) > NAMED else ""
+            raise Refusal("bundle-in-use", f"bundle {digest} is used by {first}{more}; delete these federations first")
         await asyncio.to_thread(self.sweep, digest)
 
     def sweep(self, digest: str, _: int = 0) -> None:

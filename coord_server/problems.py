@@ -50,7 +50,7 @@ PROBLEMS: dict[str, Kind] = {
     "not-in-cohort": Kind(409, "pi-07 was not asked in round 3; ask for work"),
     "conflicting-update": Kind(409, "pi-07 already sent another update of round 3; the first counts, drop this one"),
     "wrong-phase": Kind(409, "the federation is finished; it cannot be paused now"),
-    "bundle-in-use": Kind(409, "federations ['har'] use bundle 6f1c; delete them first"),
+    "bundle-in-use": Kind(409, "bundle 6f1c is used by har; delete these federations first"),
     "cannot-change": Kind(409, "rounds = 3, but round 4 has begun; give at least 5, or stop it"),
     "no-devices": Kind(409, "no device has asked for work yet; hand out a join token first"),
     "name-taken": Kind(409, "there is already a federation 'har'; choose another name"),

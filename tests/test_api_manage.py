@@ -61,6 +61,17 @@ async def soon(done: Callable[[], Any], limit: float = LIMIT) -> None:
 # --- delete
 
 
+def test_a_bundle_of_many_federations_is_kept_and_some_are_named(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        bundle = await fleet.bundle()
+        for i in range(8):
+            await fleet.operator("POST", "/v1/federations", json=settings(name=f"f{i}"))
+        said = refused(await fleet.operator("DELETE", f"/v1/bundles/{bundle}"), "bundle-in-use")
+        assert said == f"bundle {bundle} is used by f0, f1, f2, f3, f4 and 3 more; delete these federations first"
+
+    play(tmp_path, script)
+
+
 def test_a_federation_that_runs_is_not_deleted_and_one_that_is_over_leaves_nothing(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb", d=LARGE)

@@ -55,7 +55,7 @@ def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:
         listing = said("bundle", "list")
         assert bundle[:12] in listing
         assert "fed" in listing
-        with pytest.raises(ServerError, match="delete them first"):
+        with pytest.raises(ServerError, match="is used by fed; delete these federations first"):
             said("bundle", "delete", bundle[:9])
         assert "deleted" in said("federation", "delete", "fed")
         said("bundle", "delete", bundle[:9])
