@@ -66,6 +66,8 @@ def test_the_operator_asks_for_a_model_watches_its_making_and_fetches_it(tmp_pat
             assert (part.status_code, part.content) == (status, body), asked
         for asked in ("bytes=5-2", f"bytes={len(file)}-"):
             refused(await fleet.operator("GET", f"{PATH}/{last['id']}/file", {"Range": asked}), "bad-range")
+        tag = (await fleet.operator("GET", f"{PATH}/{last['id']}/file")).headers["etag"]
+        assert (await fleet.operator("GET", f"{PATH}/{last['id']}/file", {"If-None-Match": tag})).status_code == 304
         stale = {"Range": "bytes=2-5", "If-Range": '"another"'}
         assert (await fleet.operator("GET", f"{PATH}/{last['id']}/file", stale)).content == file
         assert (last["source"], last["detail"][:46]) == ("global", "the global model after round 2 of 2, 6570 of 6")

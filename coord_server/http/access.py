@@ -224,7 +224,9 @@ class Reader:
             self.live.devices.count(self.device, "down", "bundle", size)
 
 
-async def reader(request: Request, served: Served, digest: BundleDigest, given: DeviceHeader) -> Reader:
+async def reader(
+    request: Request, served: Served, digest: BundleDigest, _: OperatorHeader, given: DeviceHeader
+) -> Reader:
     """The operator, a viewer, or a device whose federation uses bundle `digest`. Raises Refusal."""
     call: Call = request.scope[CALL]
     if call.role is not None:

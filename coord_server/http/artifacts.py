@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from coord_server.exports import Exports, Kind
 from coord_server.http import blobs
 from coord_server.http.access import Calling, FederationId, Operated, Viewed
+from coord_server.http.openapi import headers
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.protocol.messages import Name, Sha256
@@ -18,14 +19,13 @@ from edge_client.protocol.operator import Export, ExportRequest
 router = APIRouter(prefix="/v1", tags=["operator"])
 own = APIRouter(prefix="/v1", tags=["device"])
 
+BINARY = "application/octet-stream"
 AGAIN = "5"  # seconds until a file that is being made is asked for again
 ExportId = Annotated[Sha256, Path(alias="export", description="The file's id.")]
-_FILE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "the file", "content": {"application/octet-stream": {"schema": {"format": "binary"}}}}
-}
+_LATER = headers({"Location": "The address to ask later, relative to this one.", "Retry-After": "Seconds until then."})
 _MADE: dict[int | str, dict[str, Any]] = {
     200: {"model": Export, "description": "the file is there already"},
-    202: {"model": Export, "description": "the file is being made; Location has its later address"},
+    202: {"model": Export, "description": "the file is being made", "headers": _LATER},
 }
 
 
@@ -40,8 +40,8 @@ Files = Annotated[Exports, Depends(_exports)]
 def _answer(found: Export, where: str) -> Response:
     """The file's state; `where` is its later address, relative to the one that was asked for."""
     done = found.state == "ready"
-    headers = {"Location": where, **({} if done else {"Retry-After": AGAIN})}
-    return Response(found.model_dump_json(), 200 if done else 202, headers, "application/json")
+    said = {"Location": where, **({} if done else {"Retry-After": AGAIN})}
+    return Response(found.model_dump_json(), 200 if done else 202, said, "application/json")
 
 
 @router.post(
@@ -72,11 +72,15 @@ async def show_export(served: Viewed, files: Files, federation: FederationId, id
     return files.show(id_, (await served.find(federation)).id)
 
 
-@router.get("/federations/{federation}/exports/{export}/file", response_class=Response, responses=_FILE)
+@router.get(
+    "/federations/{federation}/exports/{export}/file",
+    response_class=Response,
+    responses=blobs.described("the file", BINARY),
+)
 async def fetch_export(
     request: Request, served: Viewed, files: Files, federation: FederationId, id_: ExportId
 ) -> Response:
-    """The file, once it is ready. A single `Range` is honoured."""
+    """The file, once it is ready. A single `Range` is honoured, so a broken download can resume."""
     files.show(id_, (await served.find(federation)).id)
     return blobs.file(request, files.file(id_), {})
 
@@ -85,8 +89,8 @@ async def fetch_export(
     "/federations/{federation}/devices/{device}/model",
     response_class=Response,
     responses={
-        **_FILE,
-        202: {"model": Export, "description": "the file is being made; ask again after Retry-After seconds"},
+        **blobs.described("the file", BINARY, more={"Maskfleet-Source": "Whose model it is: personal or global."}),
+        202: {"model": Export, "description": "the file is being made", "headers": _LATER},
         **documented("not-installed", "too-many", "forbidden", "wrong-phase", "export-failed"),
     },
 )
@@ -114,5 +118,5 @@ async def fetch_own_model(
         return _answer(found, f"model?kind={kind}")
     path = files.file(found.id)
     answer = blobs.file(request, path, {"Maskfleet-Source": str(found.source)})
-    calling.live.devices.count(device, "down", "bundle", int(answer.headers["Content-Length"]))  # bytes of no round
+    calling.live.devices.count(device, "down", "bundle", int(answer.headers.get("Content-Length", 0)))  # of no round
     return answer

@@ -41,17 +41,6 @@ _LEASED = (
 )
 
 
-def _bytes(description: str, media_type: str, schema: dict[str, str] | None = None) -> dict[int | str, dict[str, Any]]:
-    binary = {media_type: {"schema": {"type": "string", "format": "binary"}}}
-    whole = {media_type: {"schema": schema}} if schema else binary
-    return {
-        200: {"description": description, "content": whole},
-        206: {"description": "the range that was asked for", "content": binary},
-        304: {"description": "the copy that If-None-Match names is valid"},
-        **documented("not-found", "bad-range"),
-    }
-
-
 _AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description": "the update was in already"}}
 _BODY = {"required": True, "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 
@@ -113,7 +102,9 @@ async def _work(calling: Caller, wait: float) -> Work | None:
 @router.get(
     "/bundles/{digest}",
     response_class=Response,
-    responses=_bytes("the manifest's bytes; their SHA-256 is the address", "application/json", MANIFEST_SCHEMA),
+    responses=blobs.described(
+        "the manifest's bytes; their SHA-256 is the address", "application/json", MANIFEST_SCHEMA
+    ),
 )
 async def fetch_manifest(request: Request, reading: Reading, digest: BundleDigest) -> Response:
     """Immutable. For the operator and the devices of federations that use the bundle."""
@@ -127,7 +118,7 @@ async def fetch_manifest(request: Request, reading: Reading, digest: BundleDiges
 @router.get(
     "/bundles/{digest}/parts/{name}",
     response_class=Response,
-    responses=_bytes("the part's bytes", "application/octet-stream"),
+    responses=blobs.described("the part's bytes", "application/octet-stream"),
 )
 async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, name: Name) -> Response:
     """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download can resume."""
@@ -143,7 +134,7 @@ async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, n
 @router.get(
     "/federations/{federation}/payloads/{sha256}",
     response_class=Response,
-    responses=_bytes("a payload: one safetensors file", MEDIA_TYPE),
+    responses=blobs.described("a payload: one safetensors file", MEDIA_TYPE),
 )
 async def fetch_payload(
     request: Request,

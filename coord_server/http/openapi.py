@@ -8,7 +8,7 @@ may add a parameter against caches.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ COMPONENTS = "#/components/schemas/"
 MANIFEST_SCHEMA = {"$ref": f"{COMPONENTS}Manifest"}
 EXAMPLES: dict[str, Any] = json.loads(Path(__file__).with_name("examples.json").read_text())
 """An example of each model; together they tell of device pi-07 in one federation."""
+
+
+def headers(described: Mapping[str, str]) -> dict[str, Any]:
+    """The headers of an answer, by name, as a document has them."""
+    return {name: {"description": text, "schema": {"type": "string"}} for name, text in described.items()}
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from coord_server import events
 from coord_server.http.access import FederationId, Operated, RoundNumber, Served, Viewed
+from coord_server.http.openapi import headers
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
@@ -24,8 +25,13 @@ health = APIRouter(prefix="/v1", tags=["health"])
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _STATE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "the method's global state after the last closed round", "content": {MEDIA_TYPE: _BINARY}}
+    200: {
+        "description": "the method's global state after the last closed round",
+        "content": {MEDIA_TYPE: _BINARY},
+        "headers": headers({"Maskfleet-Round": "After which round it is; 0 before the first."}),
+    }
 }
+_CREATED: dict[int | str, dict[str, Any]] = {201: {"headers": headers({"Location": "The federation's address."})}}
 _OPERATIONS: dict[str, type[events.Event]] = {
     "start": events.Started, "pause": events.Paused, "resume": events.Resumed, "stop": events.Stopped,
 }  # fmt: skip
@@ -41,7 +47,9 @@ async def show_health(served: Served) -> Health:
 # --- federations
 
 
-@router.post("/federations", status_code=201, responses=documented("name-taken", "bundle-incomplete", "bad-config"))
+@router.post(
+    "/federations", status_code=201, responses=_CREATED | documented("name-taken", "bundle-incomplete", "bad-config")
+)
 async def create_federation(served: Operated, response: Response, config: FederationConfig) -> Federation:
     """Its name is its id. It recruits until `min_devices` have asked for work, then runs by itself."""
     made = await served.create(config)

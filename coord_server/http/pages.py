@@ -14,15 +14,14 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query, Request, Response
 
+from coord_server.http.openapi import headers
 from coord_server.problems import Refusal
 
 MOST = 1000  # items of a page, also without `limit`: small installations see all on one page
 
 T = TypeVar("T")
 LINK: dict[int | str, dict[str, Any]] = {
-    200: {
-        "headers": {"Link": {"description": '`<?...>; rel="next"` when there are more.', "schema": {"type": "string"}}}
-    }
+    200: {"headers": headers({"Link": '`<?...>; rel="next"` when there are more.'})}
 }
 """What the answer of every list has in the OpenAPI document."""
 
