@@ -13,7 +13,7 @@ import os
 import secrets
 from pathlib import Path
 
-from edge_client.errors import StateError
+from edge_client.errors import ConfigError, StateError
 from edge_client.files import write_whole
 
 OPERATOR_ENV = "MASKFLEET_OPERATOR_TOKEN"
@@ -40,26 +40,35 @@ def same(left: str, right: str) -> bool:
     return hmac.compare_digest(left.encode(), right.encode())
 
 
+def sendable(token: str) -> bool:
+    """Whether a header can carry a token."""
+    return token != "" and token.isascii() and token.isprintable()
+
+
 def operator_token(folder: Path) -> tuple[str, Path | None]:
     """The operator's token and the file that holds it: the environment's, or the data folder's, made at first start.
 
     Coordinators that start on one folder at once get the same token. Raises StateError when the file can neither be
-    read nor written.
+    read nor written, and ConfigError or StateError for a token that no header can carry.
     """
     given = os.environ.get(OPERATOR_ENV, "").strip()
     if given:
+        if not sendable(given):
+            raise ConfigError(f"{OPERATOR_ENV} is not printable ASCII, so no header can carry it; set another token")
         return given, None
     path = folder / OPERATOR_FILE
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        token = path.read_text().strip() if path.exists() else ""
+        token = path.read_text(errors="replace").strip() if path.exists() else ""
         if not token:  # no file, or an empty one
             token = new_secret()
             write_whole(path, f"{token}\n".encode(), elsewhere=f"set {OPERATOR_ENV}")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise StateError(f"{path} cannot be read: {reason}; repair it, remove it, or set {OPERATOR_ENV}") from None
+    except OSError as error:
+        why = f"{path} cannot be read: {error.strerror}"
+        raise StateError(f"{why}; repair it, remove it, or set {OPERATOR_ENV}") from None
     finally:
         os.close(lock)
+    if not sendable(token):
+        raise StateError(f"{path} is not one line of text; repair it, remove it, or set {OPERATOR_ENV}")
     return token, path

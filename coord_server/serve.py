@@ -234,6 +234,13 @@ async def _run(
         tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
         limit_handshakes(asyncio.get_running_loop())
     config = configured(coordinator, places, application, lifespan="on", **tls)
+    try:
+        config.load()
+    except OSError as error:  # an SSLError is one, with a reason of its own
+        why = str(getattr(error, "reason", None) or error.strerror).replace("_", " ").lower()
+        raise ConfigError(
+            f"--certificate {certificate}, --key {key}: {why}; give a chain and its key, as PEM"
+        ) from None
     await _Server(config, coordinator, ready).serve([listening])
 
 

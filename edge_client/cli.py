@@ -89,7 +89,7 @@ def join(
     say = Terminal() if sys.stdout.isatty() and log_format is None else Log(log_format == "json")
     client = Client(
         url,
-        token,
+        token.strip(),  # a service's file of variables, or a pasted one, may have a space at its end
         data,
         device=device,
         state=state,

@@ -98,6 +98,7 @@ def test_rounds_and_once_are_for_the_run_and_the_token_may_come_from_the_environ
     monkeypatch.setenv("MASKFLEET_TOKEN", "from-outside")
     seen = joined("--rounds", "4", "--once")
     assert (seen["rounds"], seen["once"], seen["token"]) == (4, True, "from-outside")
+    assert joined("--token", " pasted\n")["token"] == "pasted"
 
 
 # --- from the client to what does the work

@@ -12,9 +12,10 @@ from click.testing import CliRunner
 from coordinator_process import coordinator
 
 from coord_server import auth, serve
+from coord_server.operator import cli as operator
 from coord_server.store import open_store
 from edge_client import cli
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, StateError
 
 PEM = Path(__file__).parent / "loopback.pem"
 
@@ -144,6 +145,36 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, given: list[str], sai
     with pytest.raises(ConfigError, match=said):
         call("--data", str(tmp_path / "d"), *given)
     assert not (tmp_path / "d").exists()
+
+
+def test_a_certificate_that_is_none_and_a_data_folder_that_is_a_file_are_named(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.pem"
+    odd.write_text("no certificate")
+    for given, code, said in (
+        (["--data", str(tmp_path / "d"), "--certificate", str(odd), "--key", str(PEM)], 2, "give a chain and its key"),
+        (["--data", str(odd)], 6, "is no folder; name another folder with --data"),
+    ):
+        command = [sys.executable, "-m", "edge_client.cli", "serve", "--port", "0", *given]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, said in done.stderr, done.stderr.count("\n")) == (code, True, 1), done.stderr
+
+
+@pytest.mark.parametrize("token", ["tök", "a\nb", "\x7f"])
+def test_a_token_that_no_header_can_carry_is_refused_on_both_sides(
+    token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / auth.OPERATOR_FILE
+    file.write_text(token)
+    monkeypatch.delenv(auth.OPERATOR_ENV, raising=False)
+    with pytest.raises(StateError, match="is not one line of text"):
+        auth.operator_token(tmp_path)
+    with pytest.raises(ConfigError, match=r"operator-token holds no token, which is one line"):
+        operator.list_(token_file=file)
+    monkeypatch.setenv(auth.OPERATOR_ENV, token)
+    with pytest.raises(ConfigError, match="MASKFLEET_OPERATOR_TOKEN is not printable ASCII"):
+        auth.operator_token(tmp_path)
+    with pytest.raises(ConfigError, match="MASKFLEET_OPERATOR_TOKEN holds no token"):
+        operator.list_(token_file=file)
 
 
 def test_a_port_in_use_is_named() -> None:

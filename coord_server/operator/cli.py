@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 
-from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE
+from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE, sendable
 from coord_server.operator import tables
 from coord_server.operator.client import Operator
 from coord_server.operator.show import look, overview, settings_table, show_live
@@ -54,15 +54,18 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def _operator(url: str, token_file: Path) -> Operator:
-    token = os.environ.get(OPERATOR_ENV, "").strip()
+    token, source = os.environ.get(OPERATOR_ENV, "").strip(), OPERATOR_ENV
     if not token:
+        source = str(token_file)
         try:
-            token = token_file.read_text().strip()
+            token = token_file.read_text(errors="replace").strip()
         except OSError as error:
             raise ConfigError(
                 f"no operator token: {token_file}: {error.strerror}; set {OPERATOR_ENV}, or name the coordinator's "
                 f"DATA/{OPERATOR_FILE} with --token-file"
             ) from None
+    if not sendable(token):
+        raise ConfigError(f"{source} holds no token, which is one line of printable ASCII; give the coordinator's")
     return Operator(url, token)
 
 

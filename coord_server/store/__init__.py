@@ -25,7 +25,7 @@ from sqlalchemy import URL
 from coord_server.auth import OPERATOR_FILE
 from coord_server.store.blobs import INCOMING, FolderBlobs, disk
 from coord_server.store.metadata import Metadata
-from edge_client.errors import StorageDamagedError
+from edge_client.errors import StateError, StorageDamagedError
 from edge_client.files import make_folder, sync_folder, write_whole
 
 DATABASE, BLOBS, MARKER, LOCK = "coordinator.db", "blobs", "store-id", "lock"
@@ -55,6 +55,8 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     """
     if not folder.exists():
         _create(folder)
+    if not folder.is_dir():
+        raise StateError(f"{folder} is no folder; {ELSEWHERE}")
     with disk(f"{folder} cannot be used"):
         empty = {p.name for p in folder.iterdir()} <= {FOREIGN, OPERATOR_FILE, LOCK}
     if empty and not init:
