@@ -128,6 +128,18 @@ def test_an_answer_that_cannot_be_read_is_a_sentence(monkeypatch: pytest.MonkeyP
         operator.rounds("fed")
 
 
+def test_an_address_that_redirects_is_named_and_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = httpx.Response(
+        301, headers={"Location": "https://a.example/v1/health"}, request=httpx.Request("GET", "http://a.example")
+    )
+    monkeypatch.setattr(httpx.Client, "request", lambda *_, **__: moved)
+    with (
+        Operator("http://a.example", OPERATOR) as operator,
+        pytest.raises(ServerError, match=r"//a\.example redirects to https://a\.example/v1/health; use that"),
+    ):
+        operator.health()
+
+
 def test_on_its_own_machine_an_operator_asks_no_proxy_and_trusts_the_given_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,9 @@ class Operator:
             ) from None
         if response.is_success:
             return response
+        if response.has_redirect_location:  # not followed: the token goes to the address that was given
+            moved = f"{response.url} redirects to {response.headers['Location']}; use that address"
+            raise ServerError(moved, response.status_code, "moved")
         try:
             problem = json.loads(response.content)
             detail, kind = str(problem["detail"]), str(problem["type"]).rpartition("/")[2]
