@@ -130,7 +130,7 @@ def test_a_refused_update_is_not_read(tmp_path: Path) -> None:
         ({"bundle": "0" * 64}, "not-found", "POST its manifest"),
         ({"bundle": "short"}, "bad-message", "bundle = 'short': 64 lower-case hexadecimal digits are due; correct"),
         ({"rounds": 0}, "bad-message", "rounds"),
-        ({"min_updates": 3}, "bad-message", "min_updates 3 is more than the cohort"),
+        ({"min_updates": 3}, "bad-message", "min_updates 3 is more than the cohort of 2; lower it\n"),
         ({"name": "../x"}, "bad-message", "name = '../x': a name has letters, digits, '.'"),
         ({"name": "bundles"}, "name-taken", "'bundles' is the name of a folder of the coordinator"),
         ({"speed": 1}, "bad-message", "speed"),
@@ -146,7 +146,7 @@ def test_a_bad_federation_is_refused_with_what_to_do(
         body = json.dumps({**settings(), **change})
         headers = {**bearer(OPERATOR), "Content-Type": "application/json"}
         answer = await fleet.http.post("/v1/federations", content=body, headers=headers)
-        assert said in refused(answer, kind)
+        assert said in f"{refused(answer, kind)}\n"
         assert (await fleet.operator("GET", "/v1/federations")).json() == []
 
     play(tmp_path, script)

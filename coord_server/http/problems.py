@@ -142,7 +142,8 @@ async def _malformed(request: Request, error: Exception) -> Response:
         sent = f"was sent as {sent_as}" if sent_as else "has no Content-Type"
         what = f"the message {sent}; send Content-Type: application/json"
     else:
-        what = f"{first_fault(error, secret=_secret(request))}; correct it and send again"
+        advised = first["type"] == "value_error"  # a sentence of ours, which says what to do
+        what = first_fault(error, secret=_secret(request)) + ("" if advised else "; correct it and send again")
     return problem(request.scope, "bad-message", what)
 
 
