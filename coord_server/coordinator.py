@@ -64,15 +64,22 @@ class Coordinator:
             self._sweeping = asyncio.create_task(self._sweep_all())
 
     async def _watch(self) -> None:
-        """Notice what other coordinators on the same data folder do."""
+        """Notice what other coordinators on the same data folder do. An outage is logged when it begins and ends."""
+        fault = ""
         while True:
             await asyncio.sleep(WATCH)
             try:
                 await self._look()
             except StateError as error:
-                log.error("the database cannot be watched: %s", error)
+                if str(error) != fault:
+                    fault = str(error)
+                    log.error("the database cannot be watched: %s", fault)
             except Exception:
                 log.exception("the database cannot be watched")
+            else:
+                if fault:
+                    fault = ""
+                    log.info("the database can be watched again")
 
     async def _look(self) -> None:
         """Bring every federation up to date, load those that are new, drop the deleted ones. Raises StateError."""

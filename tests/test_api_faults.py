@@ -28,7 +28,7 @@ from coordination import (
     whole,
 )
 
-from coord_server import aggregation
+from coord_server import aggregation, coordinator
 from coord_server.store.metadata import Metadata
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods.fedavg import FedAvg
@@ -43,6 +43,30 @@ async def undisturbed(fleet: Fleet, d: int = D, rounds: int = 2) -> bytes:
 
 def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_outage_of_the_database_is_logged_when_it_begins_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coordinator, "WATCH", 0.0)
+    looks, known = list[int](), Metadata.known
+
+    def failing(metadata: Metadata) -> Any:
+        looks.append(1)
+        if len(looks) < 30:
+            raise StorageUnreachableError("the database does not answer")
+        return known(metadata)
+
+    async def script(_: Fleet) -> None:
+        monkeypatch.setattr(Metadata, "known", failing)
+        while len(looks) < 40:
+            await asyncio.sleep(0.01)
+
+    caplog.set_level("INFO", "maskfleet")
+    play(tmp_path, script)
+    assert [m for m in caplog.messages if "watched" in m] == [
+        "the database cannot be watched: the database does not answer", "the database can be watched again",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
