@@ -86,8 +86,6 @@ def export(
         typer.echo("no channel group was found: methods that prune whole channels refuse this model")
     maskable = {w for layer in m.layers for w in layer.weights}
     if whole := [t.name for t in m.parameters if len(t.shape) > 1 and t.name not in maskable]:
-        typer.echo(
-            f"no method masks or prunes {', '.join(whole)}: only linear, convolution and LSTM layers are maskable"
-        )
+        typer.echo(f"no method masks {', '.join(whole)}: only linear, convolution and LSTM layers are maskable")
     for line in bundle.warnings:
         typer.echo(line)
