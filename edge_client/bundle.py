@@ -238,6 +238,8 @@ class Manifest(_Data):
         names = [t.name for t in (*self.parameters, *self.buffers)]
         if len(set(names)) != len(names):
             raise ValueError("two tensors have the same name")
+        if len({g.name for g in self.groups}) != len(self.groups):
+            raise ValueError("two channel groups have the same name")
         if self.class_names and len(self.class_names) != (self.target.output or (0,))[-1]:
             raise ValueError(f"{len(self.class_names)} class names for outputs of shape {self.target.output}")
         unknown = {n for layer in self.layers for n in (*layer.weights, *layer.biases)} - set(names)

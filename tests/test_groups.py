@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from small_graphs import GRAPHS, Graph
 
-from edge_client.compaction.groups import Found, find_groups
+from edge_client.compaction.groups import Found, _named, find_groups
 
 
 def found(graph: Graph) -> Found:
@@ -116,6 +116,27 @@ def test_a_part_of_a_group_norm_with_the_model_s_inputs_in_it_stays() -> None:
     )
     made = found(Graph((5,), {"a": (7, 5), "o": (3, 12)}, body, {}, {}))
     assert [(g.size, g.at("makes")[0].of(g.size).tolist()) for g in made.groups] == [(2, [[0, 1, 2], [3, 4, 5]])]
+
+
+def test_groups_of_one_layer_have_the_shortest_names_that_differ() -> None:
+    def names(*made: tuple[str, int, int]) -> list[str]:
+        groups = [ChannelGroup("w", 4, (Place(tensor, axis, "makes", start, 1, 1, 1),)) for tensor, axis, start in made]
+        return [g.name for g in _named(groups)]
+
+    assert names(("w.a", 0, 0)) == ["w"]
+    assert names(("w.a", 0, 0), ("w.b", 0, 0)) == ["w.a", "w.b"]
+    assert names(("w.a", 0, 0), ("w.a", 0, 4)) == ["w.a:0", "w.a:4"]
+    assert names(("w.a", 0, 0), ("w.a", 1, 0)) == ["w.a.0:0", "w.a.1:0"]
+
+
+def test_the_rows_of_an_embedding_stay_also_where_another_layer_makes_them() -> None:
+    body = (
+        "e = Gather(a, x) t = Constant <value_ints = [1]> () m = ReduceMean <keepdims = 0> (e, t) "
+        "u = Gemm <transB = 1> (m, a) logits = Gemm <transB = 1> (u, o)"
+    )
+    made = found(Graph((5,), {"a": (9, 6), "o": (3, 9)}, body, {}, {}, "int64"))
+    assert {g.name: g.size for g in made.groups} == {"a": 6}
+    assert made.stopped == ("a: samples name them by number",)
 
 
 def test_a_head_is_a_channel_also_of_a_fused_projection() -> None:

@@ -253,6 +253,20 @@ class _Shuffled(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class _Sums(nn.Module):
+    """Scores of two layers: a product that sums what an activation makes of their channels."""
+
+    def __init__(self, activation: Callable[[T], T]) -> None:
+        super().__init__()
+        self.activation = (activation,)
+        self.q, self.k, self.head = nn.Linear(3, 8), nn.Linear(3, 8), nn.Linear(36, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        q, k = (self.activation[0](layer(x)) for layer in (self.q, self.k))
+        return self.head((q @ k.transpose(1, 2)).flatten(1))
+
+
 Make = Callable[[int, int], nn.Module]
 CHOICES = {"half": (2, 1), "one channel": (99, 0), "only the second layer": (1, 3)}  # every n-th channel from
 
@@ -340,7 +354,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_PaddedSteps, (6, 3), {"encoder.layers.0.self_attn": 4, "encoder.layers.0.linear1": 16}),
     ],
 )
-def test_padded_shortcuts_directions_heads_norms_shuffles_pools_and_gates_are_cut(
+def test_every_group_of_these_networks_can_be_cut(
     make: Callable[[], nn.Module], sample: tuple[int, ...], groups: dict[str, int], tmp_path: Path
 ) -> None:
     target = Classification(classes=5)
@@ -360,6 +374,34 @@ def test_padded_shortcuts_directions_heads_norms_shuffles_pools_and_gates_are_cu
         np.testing.assert_allclose(made.parameters, gradient.parameters, rtol=0, atol=1e-5 * scale)
         logits = expected.logits(parameters, buffers, x)
         np.testing.assert_allclose(got.logits(parameters, buffers, x), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("activation", "groups"),
+    [(torch.tanh, {"q": 8}), (torch.relu, {"q": 8}), (nn.functional.softplus, {}), (torch.sigmoid, {})],
+)
+def test_channels_whose_sum_counts_what_they_emit_at_zero_form_no_group(
+    activation: Callable[[T], T], groups: dict[str, int], tmp_path: Path
+) -> None:
+    example, target = torch.zeros(2, 6, 3), Classification(classes=5)
+    m = export_bundle(_Sums(activation), example, tmp_path / "b", name="b", target=target).manifest
+    assert {g.name: g.size for g in m.groups} == groups
+    assert groups or m.stopped == ("q: a sum over its channels counts what they emit at zero",)
+
+
+def test_a_group_of_which_a_graph_cannot_lose_all_but_one_channel_is_named_instead(tmp_path: Path) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(3, 8), nn.Linear(8, 5)
+
+        def forward(self, x: T) -> T:
+            p, q = self.a(x).chunk(2, 1)
+            return self.head(torch.cat([p.relu(), q.tanh()], 1))
+
+    m = export_bundle(Halves(), torch.zeros(2, 3), tmp_path / "b", name="b", target=Classification(classes=5)).manifest
+    assert (m.groups, len(m.stopped)) == ((), 1)
+    assert "loses all its channels" in m.stopped[0]
 
 
 def test_a_narrow_trainer_gives_the_numbers_of_pytorch_s_own_module_of_that_size(case: tuple[Make, Bundle]) -> None:
@@ -452,6 +494,12 @@ def test_groups_whose_places_do_not_fit_are_refused() -> None:
         wrong = replace(group, places=(*group.places, bad))
         with pytest.raises(ConfigError, match=f"tensor '{bad.tensor}' with shape .* has no such entries of axis"):
             narrow(m.model_copy(update={"groups": (wrong,)}), {"0": np.array([1])})
+
+
+def test_two_groups_of_one_name_are_refused() -> None:
+    m = _two_layers()
+    with pytest.raises(ValueError, match="two channel groups have the same name"):
+        Manifest.model_validate_json(m.model_copy(update={"groups": m.groups * 2}).model_dump_json())
 
 
 def test_two_groups_may_share_an_axis_and_a_smaller_group_knows_its_places_there() -> None:

@@ -162,18 +162,17 @@ def _places(tensor: str, axis: int, role: Role, entries: NDArray[np.int64]) -> l
 
 
 def _named(groups: list[ChannelGroup]) -> tuple[ChannelGroup, ...]:
-    """Groups of one layer are told apart by the weight that makes them, or by its first entry."""
+    """Groups of one layer get names that differ: the weight that makes them, with the first entry, with the axis."""
     made = []
     for g in groups:
-        same = [other for other in groups if other.name == g.name]
-        first = g.at("makes")[0]
-        tensors = {other.at("makes")[0].tensor for other in same}
-        name = (
-            g.name
-            if len(same) == 1
-            else first.tensor
-            if len(tensors) == len(same)
-            else f"{first.tensor}:{first.of(g.size).min()}"
-        )
-        made.append(replace(g, name=name))
+        same = [_names(other) for other in groups if other.name == g.name]
+        shortest = next(k for k, column in enumerate(zip(*same, strict=True)) if len(set(column)) == len(same))
+        made.append(replace(g, name=_names(g)[shortest]))
     return tuple(made)
+
+
+def _names(g: ChannelGroup) -> tuple[str, ...]:
+    """The names that a group may have, the shortest first."""
+    first = g.at("makes")[0]
+    entry = first.of(g.size).min()
+    return g.name, first.tensor, f"{first.tensor}:{entry}", f"{first.tensor}.{first.axis}:{entry}"

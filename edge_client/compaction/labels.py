@@ -107,7 +107,7 @@ class Labelled:
         self.study = Study(net)
         self.labels: dict[str, Labels] = {net.input: np.full(net.shapes[net.input], NONE)}
         self.repeats: dict[str, str] = {}
-        """By a value that an Expand makes, the narrower one that it repeats: one value for all channels."""
+        """The input of each Expand, by its output: the same value for all channels."""
 
     def run(self) -> None:
         """Label every value and join what belongs together."""
@@ -130,8 +130,9 @@ class Labelled:
         elif products.is_product(s, node):
             self._product(node)
         elif products.is_embedding(s, node):
-            atoms = self.atoms.along(self.net.ids.get(node.input[0]), 1, "makes")
-            self._put(node.output[0], atoms)
+            ids = self.net.ids.get(node.input[0])
+            self.atoms.fix(self.atoms.along(ids, 0, "holds"), "samples name them by number")
+            self._put(node.output[0], self.atoms.along(ids, 1, "makes"))
         elif recurrent.is_recurrent(s, node):
             self._recurrent(node)
         elif moves.is_move(self.net, node):
@@ -175,7 +176,7 @@ class Labelled:
         roots = self.atoms.roots(labels)
         return [a for a in range(roots.ndim) if _differ(roots, a)]
 
-    def _joined(self, labels: Labels, axis: int) -> bool:
+    def _join_lines(self, labels: Labels, axis: int) -> bool:
         """Join the labels of each line along `axis`, such as a group of a group norm; False if that leaves one channel.
 
         A line with an entry that must stay is fixed.
@@ -346,27 +347,12 @@ class Labelled:
         out = node.output[0]
         shape = net.shapes[out]
         rank = len(shape)
-        inputs = []
-        for k in net.data(node):
-            own = self.labels[self.repeats.get(node.input[k], node.input[k])]
-            own = own.reshape((1,) * (rank - own.ndim) + own.shape)
-            roots = atoms.roots(own)
-            for axis, free in enumerate(found.apart):
-                if not free and own.shape[axis] > 1:
-                    if _differ(roots, axis) and not self._joined(own, axis):
-                        atoms.fix(own, self._why(node))
-                        own = np.full((1,) * rank, NONE)
-                        break
-                    own = own.max(axis=axis, keepdims=True)
-                    roots = atoms.roots(own)
-            inputs.append(own)
+        read = [node.input[k] for k in net.data(node)]
+        inputs = [self._mixed(node, self.labels[self.repeats.get(v, v)], found.apart) for v in read]
         joined = np.full((1,) * rank, ANY)
         for own in sorted(inputs, key=lambda v: -v.size):
-            axes = self._axes(joined)
-            wide = [a for a in axes if own.shape[a] > 1]
-            single = len(wide) < len(axes) and (not wide or (own == NONE).all())
-            if single and all(self._joined(joined, a) for a in wide):
-                continue  # one value for all channels
+            if self._is_one_for_all(joined, own):
+                continue
             a, b = np.broadcast_arrays(joined, own)
             atoms.fix(a[b == NONE], f"{node.op_type} joins them with entries that must stay")
             atoms.fix(b[a == NONE], f"{node.op_type} joins them with entries that must stay")
@@ -381,6 +367,27 @@ class Labelled:
                 roots = np.moveaxis(atoms.roots(self.labels[out]), at, 0).reshape(shape[at], -1)
                 if (roots == roots[:, :1]).all() and (roots >= 0).any():
                     self._read(roots[:, 0], atoms.along(ids, axis, _role(node, k)))
+
+    def _mixed(self, node: NodeProto, labels: Labels, apart: tuple[bool, ...]) -> Labels:
+        """Labels of an input, one along each axis that `node` mixes."""
+        rank = len(apart)
+        labels = labels.reshape((1,) * (rank - labels.ndim) + labels.shape)
+        for axis in [a for a in range(rank) if not apart[a] and labels.shape[a] > 1]:
+            if _differ(self.atoms.roots(labels), axis) and not self._join_lines(labels, axis):
+                self.atoms.fix(labels, self._why(node))
+                return np.full((1,) * rank, NONE)
+            labels = labels.max(axis=axis, keepdims=True)
+        return labels
+
+    def _is_one_for_all(self, joined: Labels, own: Labels) -> bool:
+        """Whether `own` is one value for all channels of `joined`, such as a gate, a mask or a slope.
+
+        If it differs along another axis of `joined`, such as the heads of an attention, the lines there are joined.
+        """
+        axes = self._axes(joined)
+        wide = [a for a in axes if own.shape[a] > 1]
+        single = len(wide) < len(axes) and (not wide or bool((own == NONE).all()))
+        return single and all(self._join_lines(joined, a) for a in wide)
 
 
 def _differ(roots: Labels, axis: int) -> bool:

@@ -53,9 +53,10 @@ def named(g: Cut, node: NodeProto) -> list[Axes]:
 
 
 def _adds_products(g: Cut, node: NodeProto) -> bool:
-    """Whether a sum adds up products whose factors lose the same, as a MatMul does: the gradient of what all share.
+    """Whether `node` sums a product of two values that lost the same channels: the whole sum, as both are zero there.
 
-    The gradient of a PReLU's one slope adds them up where its input is negative.
+    It is the gradient of a parameter that all channels share. That of a PReLU's one slope is summed where its input is
+    negative.
     """
     makers = {v: made for made in g.nodes for v in made.output}
     made = makers.get(node.input[0]) if node.op_type == "ReduceSum" else None
