@@ -28,8 +28,8 @@ The rules
   only failure that is accepted.
 * An attempt that could not be closed may still get updates. Once they are enough, the round closes at once, or when the
   federation resumes.
-* A lease follows from the round's global value: an update to another value, of rounds that a restored backup has lost,
-  does not count.
+* A lease depends on the round's global value: an update trained from another value, which a restored backup has lost,
+  is refused.
 * An update is named by round, device, lease and digest. The same one again gets the same acknowledgement; another
   body for the same lease is refused; so are a foreign round, lease or device. An acknowledged update is counted
   exactly once, even when its device is removed afterwards.

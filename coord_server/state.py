@@ -69,7 +69,7 @@ def in_force(config: FederationConfig, state: State) -> FederationConfig:
 def lease(config: FederationConfig, state: State, device: str) -> str:
     """The name of one device's turn in the round under way, the same in every attempt: 16 hex digits.
 
-    It follows from the global value too. So an update to a value that a restored backup has lost does not count.
+    It depends on the global value: an update trained from a value that a restored backup has lost is refused.
     """
     return f"{counter.key(config.seed, 'lease', config.name, state.round, state.value, device):016x}"
 

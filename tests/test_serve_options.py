@@ -152,7 +152,7 @@ def test_a_certificate_that_is_none_and_a_data_folder_that_is_a_file_are_named(t
     odd.write_text("no certificate")
     for given, code, said in (
         (["--data", str(tmp_path / "d"), "--certificate", str(odd), "--key", str(PEM)], 2, "give a chain and its key"),
-        (["--data", str(odd)], 6, "is no folder; name another folder with --data"),
+        (["--data", str(odd)], 6, "is a file, not a folder; name another folder with --data"),
     ):
         command = [sys.executable, "-m", "edge_client.cli", "serve", "--port", "0", *given]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -168,12 +168,12 @@ def test_a_token_that_no_header_can_carry_is_refused_on_both_sides(
     monkeypatch.delenv(auth.OPERATOR_ENV, raising=False)
     with pytest.raises(StateError, match="is not one line of text"):
         auth.operator_token(tmp_path)
-    with pytest.raises(ConfigError, match=r"operator-token holds no token, which is one line"):
+    with pytest.raises(ConfigError, match=r"operator-token holds no valid token \(one line"):
         operator.list_(token_file=file)
     monkeypatch.setenv(auth.OPERATOR_ENV, token)
     with pytest.raises(ConfigError, match="MASKFLEET_OPERATOR_TOKEN is not printable ASCII"):
         auth.operator_token(tmp_path)
-    with pytest.raises(ConfigError, match="MASKFLEET_OPERATOR_TOKEN holds no token"):
+    with pytest.raises(ConfigError, match="MASKFLEET_OPERATOR_TOKEN holds no valid token"):
         operator.list_(token_file=file)
 
 

@@ -1,6 +1,6 @@
 """Callers: admission of requests, and dependencies that turn a bearer token into the operator, a viewer or a device.
 
-Each dependency then checks the query's names: without a token a request gets 401, whatever it asks for.
+Each dependency checks the query's names after the token, so a caller without a token does not learn them.
 
 `Admission` limits the requests under way: of an address while no credential is known, of a credential after that. The
 operator is always admitted.

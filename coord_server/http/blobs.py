@@ -92,7 +92,7 @@ def _is_known(request: Request, etag: str) -> bool:
 def _part(request: Request, size: int, said: dict[str, str]) -> tuple[int, int, int]:
     """First byte, the one after the last and the status of an answer, whose headers `said` name the part.
 
-    A part of what has another ETag than `If-Range` is of no use to the caller: then all is sent.
+    If `If-Range` names another ETag, the whole file is sent.
     """
     same = request.headers.get("if-range", said["ETag"]) == said["ETag"]
     span = _range(request.headers.get("range") if same else None, size)

@@ -65,7 +65,7 @@ def _operator(url: str, token_file: Path) -> Operator:
                 f"DATA/{OPERATOR_FILE} with --token-file"
             ) from None
     if not sendable(token):
-        raise ConfigError(f"{source} holds no token, which is one line of printable ASCII; give the coordinator's")
+        raise ConfigError(f"{source} holds no valid token (one line of printable ASCII); copy it from the coordinator")
     return Operator(url, token)
 
 

@@ -56,7 +56,7 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     if not folder.exists():
         _create(folder)
     if not folder.is_dir():
-        raise StateError(f"{folder} is no folder; {ELSEWHERE}")
+        raise StateError(f"{folder} is a file, not a folder; {ELSEWHERE}")
     with disk(f"{folder} cannot be used"):
         empty = {p.name for p in folder.iterdir()} <= {FOREIGN, OPERATOR_FILE, LOCK}
     if empty and not init:

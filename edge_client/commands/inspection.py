@@ -22,7 +22,7 @@ from edge_client.protocol.metrics import METRICS, split_metrics
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Meta, Payload, decode
 
 HEAD = 8  # values of an array that are shown
-NO_GROUPS = "no group: channels leave only a layer whose weight is a parameter as it is, and never the last layer"
+NO_GROUPS = "no channel groups: no layer before the last uses a parameter directly as its weight"
 
 AnyArray = np.ndarray[Any, Any]
 
