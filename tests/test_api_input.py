@@ -204,6 +204,7 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
         for path, allowed in (
             ("/v1/federations", "GET, POST"), ("/v1/federations/fed", "DELETE, GET, PATCH"), ("/", "GET"),
             ("/v1/federations/fed/devices/a", "DELETE"), ("/v1/federations/fed/pause", "POST"),
+            ("/v1/health", "GET, HEAD"),
         ):  # fmt: skip
             answer = await fleet.operator("PUT", path)
             refused(answer, "method-not-allowed")

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.routing import compile_path
+from starlette.routing import Match
 from starlette.types import Scope
 
 from coord_server.problems import MEDIA_TYPE, PROBLEMS, Refusal, message
@@ -121,15 +121,15 @@ async def _http(request: Request, error: Exception) -> Response:
     }.get(kind, str(error.detail))
     headers = dict(error.headers or {})
     if "Allow" in headers:
-        headers["Allow"] = _allowed(request, headers["Allow"])
+        headers["Allow"] = ", ".join(_allowed(request))
     return problem(request.scope, kind, detail, headers, error.status_code)
 
 
-def _allowed(request: Request, first: str) -> str:
-    """The methods of a path. The router names those of its `first` operation only."""
-    paths = request.app.openapi()["paths"].items()
-    others = [operations for pattern, operations in paths if compile_path(pattern)[0].match(request.url.path)]
-    return ", ".join(sorted({*first.split(", "), *(method.upper() for found in others for method in found)}))
+def _allowed(request: Request) -> list[str]:
+    """The methods of a path. The router names those of its first operation only."""
+    scopes = {method: {**request.scope, "method": method} for method in METHODS}
+    routes = request.app.routes
+    return sorted(m for m, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in routes))
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
