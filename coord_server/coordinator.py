@@ -65,21 +65,20 @@ class Coordinator:
 
     async def _watch(self) -> None:
         """Notice what other coordinators on the same data folder do. An outage is logged when it begins and ends."""
-        fault = ""
+        logged = 0  # in this outage: 1 after the first fault, 2 after an unexpected one, logged with its traceback
         while True:
             await asyncio.sleep(WATCH)
             try:
                 await self._look()
-            except StateError as error:
-                if str(error) != fault:
-                    fault = str(error)
-                    log.error("the database cannot be watched: %s", fault)
-            except Exception:
-                log.exception("the database cannot be watched")
+            except Exception as error:
+                level, trace = (1, None) if isinstance(error, StateError) else (2, error)
+                if level > logged:
+                    logged = level
+                    log.error("the database cannot be watched: %s", error, exc_info=trace)
             else:
-                if fault:
-                    fault = ""
+                if logged:
                     log.info("the database can be watched again")
+                logged = 0
 
     async def _look(self) -> None:
         """Bring every federation up to date, load those that are new, drop the deleted ones. Raises StateError."""

@@ -45,8 +45,21 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.parametrize(
+    ("faults", "logged"),
+    [
+        ([StorageUnreachableError("no answer"), StorageUnreachableError("a reset")], ["no answer"]),
+        ([ValueError("a defect"), StorageUnreachableError("no answer")], ["a defect"]),
+        ([StorageUnreachableError("no answer"), ValueError("a defect")], ["no answer", "a defect"]),
+    ],
+    ids=["two wordings", "a defect first", "a defect later"],
+)
 def test_an_outage_of_the_database_is_logged_when_it_begins_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    faults: list[Exception],
+    logged: list[str],
 ) -> None:
     monkeypatch.setattr(coordinator, "WATCH", 0.0)
     looks, known = list[int](), Metadata.known
@@ -54,7 +67,7 @@ def test_an_outage_of_the_database_is_logged_when_it_begins_and_ends(
     def failing(metadata: Metadata) -> Any:
         looks.append(1)
         if len(looks) < 30:
-            raise StorageUnreachableError("the database does not answer")
+            raise faults[(len(looks) + 1) % 2]
         return known(metadata)
 
     async def script(_: Fleet) -> None:
@@ -64,9 +77,10 @@ def test_an_outage_of_the_database_is_logged_when_it_begins_and_ends(
 
     caplog.set_level("INFO", "maskfleet")
     play(tmp_path, script)
-    assert [m for m in caplog.messages if "watched" in m] == [
-        "the database cannot be watched: the database does not answer", "the database can be watched again",
-    ]  # fmt: skip
+    *began, ended = [r for r in caplog.records if "watched" in r.message]
+    assert [r.message for r in began] == [f"the database cannot be watched: {text}" for text in logged]
+    assert [bool(r.exc_info) for r in began] == [text == "a defect" for text in logged]
+    assert ended.message == "the database can be watched again"
 
 
 @pytest.mark.parametrize(
