@@ -18,6 +18,9 @@ from edge_client.files import write_whole
 
 OPERATOR_ENV = "MASKFLEET_OPERATOR_TOKEN"
 OPERATOR_FILE = "operator-token"
+# Where the operator's commands look for a coordinator and its token by default.
+URL = "http://127.0.0.1:8750"
+TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
 
 
 def new_secret() -> str:

@@ -24,7 +24,6 @@ from coord_server.app import create_app
 from coord_server.bundles import MAX_PARAMETERS
 from coord_server.connections import MOST, PATIENCE, SPARE, Connection, Places
 from coord_server.coordinator import Coordinator
-from coord_server.operator.cli import TOKEN_FILE, URL
 from coord_server.store import open_store
 from edge_client.errors import ConfigError
 from edge_client.logs import set_up
@@ -237,6 +236,8 @@ async def _run(
     try:
         config.load()
     except OSError as error:  # an SSLError is one, with a reason of its own
+        if certificate is None:
+            raise
         why = str(getattr(error, "reason", None) or error.strerror).replace("_", " ").lower()
         raise ConfigError(
             f"--certificate {certificate}, --key {key}: {why}; give a chain and its key, as PEM"
@@ -246,8 +247,8 @@ async def _run(
 
 def _settings(url: str, token_file: Path | None) -> str:
     """A line with what the operator's commands need to reach this coordinator; none where their defaults do."""
-    found = [] if url == URL else [f"MASKFLEET_URL={url}"]
-    if token_file not in (None, TOKEN_FILE):
+    found = [] if url == auth.URL else [f"MASKFLEET_URL={url}"]
+    if token_file not in (None, auth.TOKEN_FILE):
         found.append(f'{auth.OPERATOR_ENV}="$(cat {shlex.quote(str(token_file.absolute()))})"')
     return "\nfor `maskfleet federation` in another terminal: export " + " ".join(found) if found else ""
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 
-from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE, sendable
+from coord_server.auth import OPERATOR_ENV, OPERATOR_FILE, TOKEN_FILE, URL, sendable
 from coord_server.operator import tables
 from coord_server.operator.client import Operator
 from coord_server.operator.show import look, overview, settings_table, show_live
@@ -45,8 +45,6 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The federation's id.", ca
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
-URL = "http://127.0.0.1:8750"
-TOKEN_FILE = Path("coordinator") / OPERATOR_FILE
 PRESENCE = 300.0  # seconds, for a federation whose settings cannot be read
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 WIDE = 500  # columns of what is no terminal

@@ -14,10 +14,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from coord_server.auth import hashed, token_id
+from coord_server.auth import TOKEN_FILE, URL, hashed, token_id
 from coord_server.operator.cli import (
-    TOKEN_FILE,
-    URL,
     AsJson,
     Id,
     TokenFile,
