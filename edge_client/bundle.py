@@ -27,7 +27,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from edge_client.errors import DIGEST, NAME, BundleError, first_fault
+from edge_client.errors import BundleError, first_fault
+from edge_client.protocol.patterns import DIGEST, NAME
 from edge_client.protocol.payload import without_repeats
 from edge_client.targets import AnyTarget
 

@@ -27,6 +27,8 @@ from difflib import get_close_matches
 from reprlib import Repr
 from typing import TYPE_CHECKING, Protocol
 
+from edge_client.protocol.patterns import SENTENCES
+
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
@@ -119,15 +121,6 @@ class ServerError(MaskfleetError):
 
 # --- faults found by other libraries, in the same form
 
-# Patterns of fields, and what is said in place of them.
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-DIGEST = r"^[0-9a-f]{64}$"
-TOKEN_ID = r"^[0-9a-f]{16}$"  # how a token is named without showing it
-_PATTERNS = {
-    NAME: "a name has letters, digits, '.', '_' and '-', 64 at most, and begins with a letter or digit",
-    DIGEST: "64 lower-case hexadecimal digits are due",
-    TOKEN_ID: "16 lower-case hexadecimal digits are due",
-}
 _SHOWN = Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100  # characters of a value in a sentence
 
@@ -162,7 +155,7 @@ def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()
     tables = several or (isinstance(first["input"], list) and any(isinstance(item, dict) for item in first["input"]))
     value = "" if unseen or tables else f" = {_SHOWN.repr(first['input'])}"  # tables fill a screen
     why = first["msg"].removeprefix("Value error, ")  # pydantic's, before a validator's own sentence
-    why = _PATTERNS.get(first.get("ctx", {}).get("pattern", ""), why)
+    why = SENTENCES.get(first.get("ctx", {}).get("pattern", ""), why)
     if first["type"] == "extra_forbidden":
         why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")
     return f"{where}{value}: {why}"

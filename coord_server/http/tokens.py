@@ -9,8 +9,8 @@ from fastapi import APIRouter, Path
 from coord_server.http.access import FederationId, Operated
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
-from edge_client.errors import TOKEN_ID
 from edge_client.protocol.operator import JoinToken, TokenRequest, TokenSummary, Viewer, ViewerRequest, ViewerToken
+from edge_client.protocol.patterns import TOKEN_ID
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
-from edge_client.errors import DIGEST, NAME
+from edge_client.protocol.patterns import DIGEST, NAME
 
 Name = Annotated[str, Field(pattern=NAME)]
 Sha256 = Annotated[str, Field(pattern=DIGEST)]
