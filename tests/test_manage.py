@@ -129,13 +129,14 @@ def test_an_answer_that_cannot_be_read_is_a_sentence(monkeypatch: pytest.MonkeyP
 
 
 def test_an_address_that_redirects_is_named_and_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = httpx.Response(
-        301, headers={"Location": "https://a.example/v1/health"}, request=httpx.Request("GET", "http://a.example")
-    )
+    asked = httpx.Request("GET", "http://a.example/v1/health")
+    moved = httpx.Response(301, headers={"Location": "https://a.example/v1/health"}, request=asked)
     monkeypatch.setattr(httpx.Client, "request", lambda *_, **__: moved)
     with (
         Operator("http://a.example", OPERATOR) as operator,
-        pytest.raises(ServerError, match=r"//a\.example redirects to https://a\.example/v1/health; use that"),
+        pytest.raises(
+            ServerError, match=r"/v1/health redirects to https://a\.example/v1/health; use --url https://a\.example$"
+        ),
     ):
         operator.health()
 

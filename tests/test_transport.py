@@ -18,7 +18,7 @@ from edge_client.errors import BundleError, ConfigError, ServerError, StateError
 from edge_client.events import Event
 from edge_client.link.remote_bundle import open_remote
 from edge_client.link.retry import BUSY_MOST
-from edge_client.link.transport import Transport
+from edge_client.link.transport import Transport, redirected
 from edge_client.protocol.messages import Receipt, Wait
 
 
@@ -104,6 +104,19 @@ def test_a_refusal_is_final_and_carries_the_problem(status: int) -> None:
     with pytest.raises(ServerError, match="say what to do") as caught:
         remote(lambda _: problem(status, "some-kind", "say what to do"), time).ask("GET", "/x", Wait, "asking")
     assert (caught.value.status, caught.value.kind, time.slept) == (status, "some-kind", [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "location", "base"),
+    [
+        ("http://h/v1/health", "https://h/v1/health", "https://h"),
+        ("http://h/fleet/v1/federations/v1/work?wait=5", "/f/v1/federations/v1/work?wait=5", "http://h/f"),
+        ("http://h/v1/health", "https://login.example/", "https://login.example/"),
+        ("http://h/x", "https://h/x", "https://h/x"),
+    ],
+)
+def test_a_redirect_names_the_coordinators_address_without_the_asked_path(asked: str, location: str, base: str) -> None:
+    assert redirected(httpx.URL(asked), location)[1] == base
 
 
 def test_a_login_page_and_a_redirect_are_not_taken_for_a_coordinator() -> None:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
 from edge_client.errors import ConfigError, ServerError, UnreachableError, first_fault
-from edge_client.link.transport import LOOPBACK
+from edge_client.link.transport import LOOPBACK, redirected
 from edge_client.protocol.messages import Change, Federation, FederationConfig, Round
 from edge_client.protocol.operator import (
     BundleReceipt,
@@ -76,7 +76,8 @@ class Operator:
         if response.is_success:
             return response
         if response.has_redirect_location:  # not followed: the token goes to the address that was given
-            moved = f"{response.url} redirects to {response.headers['Location']}; use that address"
+            to, base = redirected(response.url, response.headers["Location"])
+            moved = f"{response.url} redirects to {to}; use --url {base}"
             raise ServerError(moved, response.status_code, "moved")
         try:
             problem = json.loads(response.content)

@@ -164,10 +164,17 @@ def _check(response: httpx.Response) -> None:
         raise Transient(reason, after if after is not None or status != 429 else RETRY_AFTER_LEAST)
     url = response.request.url
     if status in (301, 308):
-        raise ServerError(f"{url} redirects to {response.headers.get('Location')}; use that address", status, "moved")
+        to, base = redirected(url, response.headers.get("Location", ""))
+        raise ServerError(f"{url} redirects to {to}; use {base}", status, "moved")
     if problem is None:  # a proxy's page, or the login page of a network: not the coordinator's answer
         raise Transient(f"{url} answered {status} and no explanation; is it a maskfleet coordinator?")
     raise ServerError(problem[0], status, problem[1])
+
+
+def redirected(asked: httpx.URL, location: str) -> tuple[str, str]:
+    """Where a redirect leads, and that address without the path below the coordinator's, which begins with /v1/."""
+    to, (_, version_1, rest) = str(asked.join(location)), str(asked).partition("/v1/")
+    return to, to.removesuffix(version_1 + rest)
 
 
 def _problem(data: bytes) -> tuple[str, str] | None:
