@@ -24,7 +24,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from coord_server.bundles import bundle_shelf, read_manifest
-from coord_server.live.devices import damaged
+from coord_server.live.devices import damaged, not_enrolled
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from coord_server.store import Store
@@ -228,10 +228,7 @@ class Exports:
         """Which model a device has reported to keep, None before. Blocks. Raises Refusal, StateError."""
         row = self._store.metadata.device(live.id, device)
         if row is None:
-            raise Refusal(
-                "not-found",
-                f"no device {device!r} is enrolled in {live.id}, or it was removed; GET .../devices lists all",
-            )
+            raise not_enrolled(live.id, device)
         try:
             return None if row.report is None else Report.model_validate_json(row.report).source
         except ValidationError as error:

@@ -19,7 +19,6 @@ from edge_client.protocol.operator import Export, ExportRequest
 router = APIRouter(prefix="/v1", tags=["operator"])
 own = APIRouter(prefix="/v1", tags=["device"])
 
-BINARY = "application/octet-stream"
 AGAIN = "5"  # seconds until a file that is being made is asked for again
 ExportId = Annotated[Sha256, Path(alias="export", description="The file's id.")]
 _LATER = headers({"Location": "The address to ask later, relative to this one.", "Retry-After": "Seconds until then."})
@@ -75,7 +74,7 @@ async def show_export(served: Viewed, files: Files, federation: FederationId, id
 @router.get(
     "/federations/{federation}/exports/{export}/file",
     response_class=Response,
-    responses=blobs.described("the file", BINARY),
+    responses=blobs.described("the file", blobs.BINARY),
 )
 async def fetch_export(
     request: Request, served: Viewed, files: Files, federation: FederationId, id_: ExportId
@@ -89,7 +88,9 @@ async def fetch_export(
     "/federations/{federation}/devices/{device}/model",
     response_class=Response,
     responses={
-        **blobs.described("the file", BINARY, more={"Maskfleet-Source": "Whose model it is: personal or global."}),
+        **blobs.described(
+            "the file", blobs.BINARY, more={"Maskfleet-Source": "Whose model it is: personal or global."}
+        ),
         202: {"model": Export, "description": "the file is being made", "headers": _LATER},
         **documented("not-installed", "too-many", "forbidden", "wrong-phase", "export-failed"),
     },

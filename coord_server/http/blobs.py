@@ -17,6 +17,7 @@ from coord_server.problems import Refusal
 from coord_server.store.blobs import FolderBlobs, stream
 
 WHOLE = 8 << 20  # a blob up to this size is answered in one piece
+BINARY = "application/octet-stream"
 IMMUTABLE = "private, max-age=31536000, immutable"
 _RANGE = re.compile(r"^bytes=([0-9]{0,18})-([0-9]{0,18})$")
 
@@ -80,7 +81,7 @@ def file(request: Request, path: Path, more: Mapping[str, str]) -> Response:
         return Response(status_code=304, headers=said)
     start, stop, status = _part(request, found.st_size, said)
     said["Content-Length"] = str(stop - start)
-    return StreamingResponse(stream(path, start, stop), status, said, "application/octet-stream")
+    return StreamingResponse(stream(path, start, stop), status, said, BINARY)
 
 
 def _is_known(request: Request, etag: str) -> bool:

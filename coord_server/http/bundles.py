@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 
 from coord_server import catalogue
-from coord_server.http import bodies
+from coord_server.http import blobs, bodies
 from coord_server.http.access import BundleDigest, Operated, Viewed
 from coord_server.http.openapi import MANIFEST_SCHEMA
 from coord_server.http.pages import LINK, Paged
@@ -23,7 +23,7 @@ router = APIRouter(prefix="/v1", tags=["operator"])
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _MANIFEST = {"required": True, "content": {"application/json": {"schema": MANIFEST_SCHEMA}}}
-_PART = {"required": True, "content": {"application/octet-stream": _BINARY}}
+_PART = {"required": True, "content": {blobs.BINARY: _BINARY}}
 
 
 @router.post(

@@ -118,7 +118,7 @@ async def fetch_manifest(request: Request, reading: Reading, digest: BundleDiges
 @router.get(
     "/bundles/{digest}/parts/{name}",
     response_class=Response,
-    responses=blobs.described("the part's bytes", "application/octet-stream"),
+    responses=blobs.described("the part's bytes", blobs.BINARY),
 )
 async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, name: Name) -> Response:
     """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download can resume."""
@@ -126,7 +126,7 @@ async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, n
     store = reading.served.store.blobs
     if store.size(shelf, sha256) != size:
         raise Refusal("not-found", f"part {name!r} of bundle {digest} has not been uploaded yet; PUT it first")
-    answer = await blobs.immutable(request, store, shelf, sha256, size, "application/octet-stream")
+    answer = await blobs.immutable(request, store, shelf, sha256, size, blobs.BINARY)
     reading.count(_length(answer))
     return answer
 

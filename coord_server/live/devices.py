@@ -296,6 +296,12 @@ class Devices:
         await self._flush_logged()
 
 
+def not_enrolled(federation: str, device: str) -> Refusal:
+    """What to raise when a federation has no device of this name."""
+    why = f"no device {device!r} is enrolled in {federation}, or it was removed"
+    return Refusal("not-found", f"{why}; GET .../devices lists all")
+
+
 def damaged(device: str, error: ValidationError | PayloadError | TypeError) -> StorageDamagedError:
     """What to raise when the row of a device cannot be read."""
     why = first_fault(error, "row") if isinstance(error, ValidationError) else str(error)

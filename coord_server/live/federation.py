@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from coord_server import engine, events, metrics, warm
 from coord_server.live.commits import Commits, Followers
-from coord_server.live.devices import Devices
+from coord_server.live.devices import Devices, not_enrolled
 from coord_server.live.downlinks import Downlink, Downlinks
 from coord_server.live.feed import Feed
 from coord_server.live.method_state import MethodState, StaleError
@@ -350,10 +350,7 @@ class LiveFederation:
     async def remove(self, device: str) -> None:
         """Remove a device for good. Raises Refusal, StateError."""
         if await asyncio.to_thread(self._store.metadata.device, self.id, device) is None:
-            raise Refusal(
-                "not-found",
-                f"no device {device!r} is enrolled in {self.id}, or it was removed; GET .../devices lists all",
-            )
+            raise not_enrolled(self.id, device)
         was_ready = list[int]()
         await self._commits.submit(
             events.Removed(self._clock(), device),

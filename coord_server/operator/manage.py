@@ -127,9 +127,16 @@ def list_bundles(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: As
     """List a coordinator's bundles: name, parameters, missing parts, federations that use each (--json: all digits)."""
     try:
         _print(lambda operator: operator.bundles(), _bundles, url, token_file, as_json)
-    except (ConfigError, UnreachableError) as error:
-        here = f"; without a coordinator there are {', '.join(packaged())}: `maskfleet bundle inspect NAME` shows one"
-        raise type(error)(f"{error}{here if packaged() else ''}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_packaged()}") from None
+    except UnreachableError as error:
+        raise UnreachableError(f"{error}{_packaged()}") from None
+
+
+def _packaged() -> str:
+    """Which bundles need no coordinator, as the end of a sentence; "" when none is installed."""
+    found = ", ".join(packaged())
+    return f"; without a coordinator there are {found}: `maskfleet bundle inspect NAME` shows one" if found else ""
 
 
 def _bundles(found: Sequence[BundleSummary]) -> list[Table | Text]:
