@@ -127,6 +127,12 @@ def test_a_login_page_and_a_redirect_are_not_taken_for_a_coordinator() -> None:
         remote(lambda _: moved).ask("GET", "/x", Wait, "asking")
 
 
+def test_a_redirect_to_what_is_no_address_is_no_answer() -> None:
+    moved = httpx.Response(301, headers={"Location": "mailto:x"})
+    with pytest.raises(UnreachableError, match="gave no usable answer"):
+        remote(lambda _: moved, patience=1.0).ask("GET", "/x", Wait, "asking")
+
+
 def test_the_words_beside_a_status_are_not_quoted_they_may_repeat_the_request() -> None:
     echo = httpx.Response(501, extensions={"reason_phrase": b'no method {"credential":"5ec2e7"}POST'})
     with pytest.raises(UnreachableError, match=r"it answered 501 Not Implemented\)"):

@@ -69,7 +69,10 @@ class Operator:
     def _response(self, method: str, path: str, **body: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **body)
-        except httpx.RequestError as error:
+        except (
+            httpx.RequestError,
+            httpx.InvalidURL,
+        ) as error:  # InvalidURL: a redirect to no address
             raise UnreachableError(
                 f"{self._http.base_url} does not answer ({type(error).__name__}: {error}); is the coordinator running?"
             ) from None

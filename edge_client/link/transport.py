@@ -105,7 +105,10 @@ class Transport:
             with limit, closing(self._http.send(request, stream=True)) as response:
                 _check(response)
                 yield response
-        except httpx.RequestError as error:
+        except (
+            httpx.RequestError,
+            httpx.InvalidURL,
+        ) as error:  # InvalidURL: a redirect to no address
             raise Transient(limit.late or f"{type(error).__name__}: {error}".rstrip(": ")) from None
 
 
