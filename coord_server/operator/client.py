@@ -69,10 +69,7 @@ class Operator:
     def _response(self, method: str, path: str, **body: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **body)
-        except (
-            httpx.RequestError,
-            httpx.InvalidURL,
-        ) as error:  # InvalidURL: a redirect to no address
+        except (httpx.RequestError, httpx.InvalidURL) as error:  # the second: a redirect to what is no address
             raise UnreachableError(
                 f"{self._http.base_url} does not answer ({type(error).__name__}: {error}); is the coordinator running?"
             ) from None

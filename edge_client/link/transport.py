@@ -105,10 +105,7 @@ class Transport:
             with limit, closing(self._http.send(request, stream=True)) as response:
                 _check(response)
                 yield response
-        except (
-            httpx.RequestError,
-            httpx.InvalidURL,
-        ) as error:  # InvalidURL: a redirect to no address
+        except (httpx.RequestError, httpx.InvalidURL) as error:  # the second: a redirect to what is no address
             raise Transient(limit.late or f"{type(error).__name__}: {error}".rstrip(": ")) from None
 
 
