@@ -10,8 +10,9 @@ from edge_kernels.channels import ChannelGroup, Place, Role, place
 from numpy.typing import NDArray
 from onnx import ModelProto, numpy_helper
 
+from edge_client.compaction.atoms import Atoms
 from edge_client.compaction.chains import straighten
-from edge_client.compaction.labels import Atoms, Labelled
+from edge_client.compaction.labels import Labelled
 from edge_client.compaction.net import Shape
 from edge_client.compaction.preparation import prepare
 
