@@ -24,6 +24,7 @@ from edge_client.bundle import Bundle
 from edge_client.errors import ConfigError, first_fault
 from edge_client.files import write_whole
 from edge_client.named_bundles import bundle_folder
+from edge_client.protocol import patterns
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import without_repeats
@@ -46,9 +47,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 PRESENCE = 300.0  # seconds, for a federation whose settings cannot be read
-NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME = re.compile(patterns.NAME)
 WIDE = 500  # columns of what is no terminal
-DIGEST = re.compile("[0-9a-f]{64}")
+DIGEST = re.compile(patterns.DIGEST)
 
 
 def _operator(url: str, token_file: Path) -> Operator:

@@ -32,6 +32,7 @@ from edge_client.errors import ConfigError, UnreachableError
 from edge_client.named_bundles import packaged
 from edge_client.protocol.messages import Change
 from edge_client.protocol.operator import BundleSummary, TokenSummary, Viewer, ViewerRequest
+from edge_client.protocol.patterns import DIGEST
 
 
 def _of_a_token(given: str) -> str:
@@ -39,7 +40,7 @@ def _of_a_token(given: str) -> str:
     return token_id(hashed(given)) if SECRET.fullmatch(given) else of_a_path(given)
 
 
-SECRET = re.compile("[0-9a-f]{64}")
+SECRET = re.compile(DIGEST)
 TokenId = Annotated[str, typer.Argument(help="The token's id, from the list, or the token.", callback=_of_a_token)]
 
 
