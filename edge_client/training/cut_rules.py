@@ -89,7 +89,7 @@ def _set(node: NodeProto, name: str, value: int) -> None:
     node.attribute.extend([*kept, helper.make_attribute(name, value)])
 
 
-def _moved(g: Cut, node: NodeProto) -> list[NDArray[np.bool_]] | None:
+def _reshape(g: Cut, node: NodeProto) -> list[Axes]:
     """What stays is marked in a whole tensor, which is reshaped; the marks must again be those of whole axes."""
     marks = np.ones(g.shape(node.input[0]), np.bool_)
     for i, stays in enumerate(g.stays(node.input[0])):
@@ -98,13 +98,8 @@ def _moved(g: Cut, node: NodeProto) -> list[NDArray[np.bool_]] | None:
     moved = marks.reshape(g.shape(node.output[0]))
     others = [tuple(j for j in range(moved.ndim) if j != i) for i in range(moved.ndim)]
     found = [np.asarray(moved.any(axis=rest)) for rest in others]
-    return found if np.count_nonzero(moved) == prod(int(stays.sum()) for stays in found) else None
-
-
-def _reshape(g: Cut, node: NodeProto) -> list[Axes]:
-    found = _moved(g, node)
-    if found is None:
-        raise refusal(node, "spreads the channels over several axes")
+    if np.count_nonzero(moved) != prod(int(stays.sum()) for stays in found):
+        return _shuffle(g, node)
     if node.op_type == "Squeeze" and len(node.input) < 2:  # it would also remove a last channel
         raise refusal(node, "takes no constant sizes")
     if node.op_type == "Reshape":
@@ -112,31 +107,29 @@ def _reshape(g: Cut, node: NodeProto) -> list[Axes]:
     return [tuple(found)]
 
 
-def _shuffle(g: Cut, graph: GraphProto, node: NodeProto) -> list[NodeProto]:
-    """`node` and the two after it, if they put the entries of one axis into another order: reshape, transpose, reshape.
-
-    A Gather of the entries that stay is written in their place. Empty if they do another thing: nothing is written.
-    """
+def _shuffle(g: Cut, node: NodeProto) -> list[Axes]:
+    """A reshape, a transpose and a reshape that put the entries of one axis into another order become one Gather."""
+    refused = refusal(node, "spreads the channels over several axes")
     chain, x = [node], node.input[0]
     for kind in ("Transpose", "Reshape"):
-        users = [n for n in graph.node if chain[-1].output[0] in n.input]
-        if len(users) != 1 or users[0].op_type != kind:
-            return []
+        users = [n for n in g.source.node if chain[-1].output[0] in n.input]
+        if node.op_type != "Reshape" or len(users) != 1 or users[0].op_type != kind:
+            raise refused
         chain += users
     shape, out, every = g.shape(x), chain[-1].output[0], g.stays(x)
     (axis, *more) = (i for i, stays in enumerate(every) if stays is not None)
     if more or g.shape(out) != shape:
-        return []
+        raise refused
     place = np.arange(prod(shape)).reshape(shape)
     moved = place.reshape(g.shape(node.output[0])).transpose(settings(chain[1])["perm"]).reshape(shape)
     order = np.unravel_index(np.moveaxis(moved, axis, 0).reshape(shape[axis], -1)[:, 0], shape)[axis]
     if not np.array_equal(np.take(place, order, axis), moved):
-        return []
+        raise refused
+    g.done.update(n.output[0] for n in chain[1:])
     stays = np.asarray(every[axis])
     kept = g.constant((np.cumsum(stays) - 1)[order[stays[order]]])
-    g.nodes.append(helper.make_node("Gather", [x, kept], [out], axis=axis))
-    g.put(out, tuple(stays[order] if i == axis else None for i in range(len(shape))))
-    return chain
+    node.CopyFrom(helper.make_node("Gather", [x, kept], [out], axis=axis))
+    return [tuple(stays[order] if i == axis else None for i in range(len(shape)))]
 
 
 def _concat(g: Cut, node: NodeProto) -> list[Axes]:
@@ -295,20 +288,18 @@ RULES: dict[str, Callable[[Cut, NodeProto], list[Axes]]] = {
 
 def follow(g: Cut, graph: GraphProto) -> None:
     """Write the nodes of `graph` on what stays, in place."""
-    outside, g.nodes, done = g.nodes, [], set[str]()
+    outside = g.source, g.nodes, g.done
+    g.source, g.nodes, g.done = graph, [], set()
     for node in graph.node:
-        if node.output[0] in done:
+        if node.output[0] in g.done:
             continue
         if node.op_type == "Scan" or any(v in g.axes or v in g.lengths for v in node.input):
-            if node.op_type == "Reshape" and _moved(g, node) is None and (shuffled := _shuffle(g, graph, node)):
-                done.update(n.output[0] for n in shuffled)
-                continue
             if node.op_type != "Expand" and any(v in g.lengths for v in node.input):
                 raise refusal(node, "computes with the number of channels")
-            rule = RULES.get(node.op_type, named)
-            for name, axes in zip(list(node.output), rule(g, node), strict=True):
+            left = RULES.get(node.op_type, named)(g, node)
+            for name, axes in zip(list(node.output), left, strict=True):
                 g.put(name, axes)
         g.nodes.append(node)
     del graph.node[:], graph.value_info[:]
     graph.node.extend(g.nodes)
-    g.nodes = outside
+    g.source, g.nodes, g.done = outside
