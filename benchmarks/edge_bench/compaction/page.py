@@ -82,12 +82,13 @@ are cut in memory when the channels change. This is another cut than the one abo
 | operators | each is run to see what it does | `edge_client/graph/axes.py` pairs the axes that go together |
 | code | `edge_client/compaction/` | `edge_client/training/cut.py`, `cut_rules.py` |
 
-Groups are found once, by the export, which cuts every graph by half of each group's channels as a trial. A group that a
-graph cannot be cut by is named in the manifest under `stopped`, with the operator. These can be cut: linear layers,
-embeddings, convolutions (also depthwise, grouped by whole groups, and transposed; with any padding), batch-norms, sums
-and shortcuts padded with channels, shuffles, heads of an attention, also behind padding masks and rotary positions,
-maxima and weighted sums over steps, layers that gates weigh, and units of LSTM, GRU and RNN, alike in both directions.
-The channels that a group norm takes together leave together; under a norm over all channels none leaves.
+Groups are found once, by the export, which cuts every graph by half of each group's channels, and by all but one, as a
+trial. The outputs must be the whole network's with zeros in what is cut. A group that fails is named in the manifest
+under `stopped`, with the operator or the reason. These can be cut: linear layers, embeddings, convolutions (also
+depthwise, grouped by whole groups, and transposed; with any padding), batch-norms, sums and shortcuts padded with
+channels, shuffles, heads of an attention, also behind padding masks and rotary positions, maxima and weighted sums over
+steps, layers that gates weigh, and units of LSTM, GRU and RNN, alike in both directions. The channels that a group norm
+takes together leave together; under a norm over all channels none leaves.
 
 A test compares the table with trial runs. A trial covers operators that the table lacks, but it runs each many
 times on values of full size, too slow for a device that cuts a graph of 1,700 nodes in the middle of a federation. The
