@@ -67,7 +67,12 @@ class _Server(uvicorn.Server):
         self.force_exit = self.should_exit  # the second signal does not wait for requests
         self.should_exit = True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._coordinator.answer_polls)
+            self._loop.call_soon_threadsafe(self._cut if self.force_exit else self._coordinator.answer_polls)
+
+    def _cut(self) -> None:
+        """Cut the connections: from Python 3.12 on, a server is closed only when none is open."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def not_cancelled(record: logging.LogRecord) -> bool:
