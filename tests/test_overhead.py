@@ -55,7 +55,7 @@ def writers() -> list[str]:
 
 
 def test_the_benchmarks_that_write_a_file_are_found() -> None:
-    known = {"overhead.dashboard", "overhead.light_devices", "overhead.round_overhead", "reproductions.repeat",
+    known = {"overhead.dashboard", "overhead.light_devices", "overhead.round_overhead",
              "timing.codecs", "timing.executorch_step", "exporting.operators", "timing.lattice_speed",
              "timing.speed", "timing.step_time"}  # fmt: skip
     assert {f"edge_bench.{name}" for name in known} <= set(writers())

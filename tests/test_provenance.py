@@ -41,13 +41,13 @@ def test_the_command_is_that_of_the_process_and_can_be_given_again(
 
 def test_a_benchmark_ends_with_its_name_and_a_sentence_when_its_file_is_not_there() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "edge_bench.reproductions.repeat", "missing.toml", "--out", "x.json"],
+        [sys.executable, "-m", "edge_bench.federation.over_http", "missing.toml", "--json", "x.json"],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 2
     why = "missing.toml cannot be read: No such file or directory; check its path and permissions"
-    assert done.stderr.strip() == f"python -m edge_bench.reproductions.repeat: {why}"
+    assert done.stderr.strip() == f"python -m edge_bench.federation.over_http: {why}"
 
 
 def test_every_benchmark_starts_its_main_in_the_one_way() -> None:

@@ -128,7 +128,7 @@ def simulate(
     checked, opened, devices = open_simulation(
         config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
-    console = plain_console()
+    console, origin = plain_console(), provenance.origin()
     _heading(console, checked, opened, devices)
     if labels:
         _labels(console, checked, opened, devices, plot, json_file)
@@ -146,7 +146,8 @@ def simulate(
     advice.warn(console, advice.warnings(records, {label: r.method for label, r in results.items()}, tested, model))
     if json_file is not None:
         reasons = {label: str(error) for label, error in failures.items()}
-        write_json(json_file, result.result(checked, records, reasons).model_dump(mode="json", exclude_unset=True))
+        found = result.result(origin, checked, records, reasons)
+        write_json(json_file, found.model_dump(mode="json", exclude_unset=True))
     if plot is not None:
         curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
         console.print(f"wrote {plot}")

@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from edge_bench import provenance
 from edge_bench.curves import Point
 from edge_bench.simulation.file import SimulationConfig
 from edge_client.protocol.messages import Round, Scores, Traffic
@@ -119,14 +118,17 @@ class MethodResult(_Table):
 class SimulationResult(_Table):
     """What `maskfleet simulate --json` writes."""
 
+    command: str
+    commit: str
+    """Of the checkout that ran; empty outside one."""
+    machine: dict[str, Any]
+    """Processor, cores, load, system, versions."""
     rows: list[Row]
     methods: dict[str, MethodResult]
     """By label."""
     failed: dict[str, str]
     """By label, why a method has no result."""
     settings: SimulationConfig
-    machine: dict[str, Any]
-    """Processor, cores, load, system, versions."""
 
 
 def rows(methods: Mapping[str, Any]) -> Iterator[Row]:
@@ -157,12 +159,14 @@ def rows(methods: Mapping[str, Any]) -> Iterator[Row]:
             )
 
 
-def result(config: SimulationConfig, methods: Mapping[str, Any], failed: Mapping[str, str]) -> SimulationResult:
-    """The whole file, from the records of `record.simulated` and the errors of the methods without one."""
+def result(
+    origin: Mapping[str, Any], config: SimulationConfig, methods: Mapping[str, Any], failed: Mapping[str, str]
+) -> SimulationResult:
+    """The whole file, from `provenance.origin`, the records of `record.simulated` and what ended other methods."""
     return SimulationResult(
+        **origin,
         rows=list(rows(methods)),
         methods={label: MethodResult.model_validate(record) for label, record in methods.items()},
         failed=dict(failed),
         settings=config,
-        machine=provenance.machine(),
     )
