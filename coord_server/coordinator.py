@@ -216,12 +216,16 @@ class Coordinator:
     # --- enrolment
 
     async def enrol(self, request: Enrol) -> Enrolled:
-        """Enrol the device that presents a join token. Raises Refusal, StateError."""
+        """Enrol the device that presents a join token. Raises Refusal, StateError.
+
+        A device whose token was revoked before it got its answer asks again: its credential shows what it joined.
+        """
         token = auth.hashed(request.token)
         terms = await asyncio.to_thread(self.store.metadata.token, token)
-        if terms is None:
+        joined = await self.federations_of(auth.hashed(request.credential)) if terms is None else [terms.federation]
+        if len(joined) != 1:
             raise Refusal("unauthorized", "this join token is unknown here; check it, or ask the operator for one")
-        live = await self.find(terms.federation)
+        live = await self.find(joined[0])
         if (await asyncio.to_thread(self.store.metadata.head, live.id)).first != live.first:
             await self._look()  # it was deleted and created again at another coordinator
             live = self.federation(live.id)
@@ -230,7 +234,8 @@ class Coordinator:
             if request.sample != takes:
                 said = f"samples of {request.device} have shape {request.sample}, the model of {live.id} takes {takes}"
                 raise Refusal("wrong-samples", f"{said}; correct them and join again with the same token")
-        return await live.enrol(request, token, terms.uses_left, terms.expires_at)
+        uses_left, expires_at = (0, 0.0) if terms is None else (terms.uses_left, terms.expires_at)
+        return await live.enrol(request, token, uses_left, expires_at)
 
 
 def _loaded(found: LiveFederation | UnloadedFederation) -> LiveFederation:
