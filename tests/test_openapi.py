@@ -232,3 +232,31 @@ def test_a_query_parameter_that_the_document_does_not_have_is_refused_once_the_c
         assert (await fleet.operator("GET", "/login?next=/&odd=1")).status_code == 200  # a page's address may have more
 
     play(tmp_path, script)
+
+
+def test_a_caller_without_a_token_does_not_learn_what_is_wrong_with_its_message(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        viewer = (await fleet.operator("POST", "/v1/viewers", json={})).json()["token"]
+        asked = 0
+        for name, operation in operations(document):
+            if "application/json" not in operation.get("requestBody", {}).get("content", {}):
+                continue
+            method, path = name.split(" ")
+            url, cut = (
+                re.sub(r"{(\w+)}", "1", path),
+                {"content": b'{"a"', "headers": {"Content-Type": "application/json"}},
+            )
+            answer = await fleet.http.request(method, url, **cut)
+            if name == "POST /v1/enrol":  # the one without a token in its header
+                assert "EOF while parsing an object" in refused(answer, "bad-message")
+                continue
+            asked += 1
+            refused(answer, "unauthorized")
+            if operation["tags"] == ["operator"]:
+                cut["headers"] |= bearer(viewer)
+                refused(await fleet.http.request(method, url, **cut), "forbidden")
+        assert asked > 5
+
+    play(tmp_path, script)

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coord_server.http.access import CALL, Call
-from coord_server.http.problems import JSON
+from coord_server.http.problems import JSON, UNREADABLE
 from coord_server.live.uploads import receive
 from coord_server.problems import Refusal
 from coord_server.store.blobs import FolderBlobs
@@ -35,6 +35,7 @@ class BoundedBody:
 
     Every other body is a message, which is read into memory before its sender is authenticated. Hence its limits: it is
     small (larger from the operator), arrives completely within `patience` seconds, and nests no deeper than JSON_DEPTH.
+    FastAPI reads it before the token: JSON that cannot be read is handed on as null, and refused after that.
     """
 
     def __init__(self, app: ASGIApp, patience: float) -> None:
@@ -79,12 +80,13 @@ async def _message(scope: Scope, receive: Receive) -> Message:
             raise too_long
         more = message.get("more_body", False)
     if body and JSON.match(headers.get("content-type", "")):
-        _check_json(bytes(body))
+        scope[UNREADABLE] = fault = _fault(bytes(body))
+        body = bytearray(b"null") if fault else body  # which no operation takes, once its sender is known
     return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
-def _check_json(message: bytes) -> None:
-    """Refuse text that is not JSON, nests too deeply or repeats a key, before it is unpacked. Raises HTTPException."""
+def _fault(message: bytes) -> str:
+    """Why text is not JSON, nests too deeply or repeats a key, found before it is unpacked; empty when it can be."""
     try:
         from_json(message)
         json.loads(message, object_pairs_hook=without_repeats)
@@ -92,7 +94,8 @@ def _check_json(message: bytes) -> None:
         why = str(error)
         if why.startswith("recursion limit"):
             why = f"it nests deeper than {JSON_DEPTH} levels: {why.partition(' at ')[2]}"
-        raise HTTPException(422, f"the message's JSON cannot be read: {why}; correct it and send it again") from None
+        return f"the message's JSON cannot be read: {why}; correct it and send it again"
+    return ""
 
 
 async def _within(seconds: float, receive: Receive) -> Message:

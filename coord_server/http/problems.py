@@ -23,6 +23,7 @@ SECRET = {"enrol", "tokens", "viewers"}  # parts of paths that take or give secr
 _HEX = re.compile("[0-9a-fA-F]{16,}")  # a token, a credential, or a piece of one, wherever a request has it by mistake
 JSON = re.compile(r"application/(.*\+)?json\s*(;|$)", re.IGNORECASE)
 """A Content-Type whose message is read as JSON."""
+UNREADABLE = "maskfleet.unreadable"  # where the scope says why a message's JSON cannot be read
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
     "health": ("too-many", "too-busy"),
@@ -136,7 +137,9 @@ async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     sent_as = request.headers.get("content-type", "")
-    if first["loc"] == ("body",) and first["type"] == "missing":
+    if unreadable := request.scope.get(UNREADABLE):
+        what = unreadable
+    elif first["loc"] == ("body",) and first["type"] == "missing":
         what = "the message is empty; send a JSON object with Content-Type: application/json, {} for the defaults"
     elif first["loc"] == ("body",) and not JSON.match(sent_as):
         sent = f"was sent as {sent_as}" if sent_as else "has no Content-Type"
