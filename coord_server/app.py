@@ -80,6 +80,7 @@ def create_app(
                 "Authorization",
                 "Content-Type",
                 "Content-Digest",
+                "If-Match",
                 "If-None-Match",
                 "If-Range",
                 "Last-Event-ID",

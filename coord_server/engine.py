@@ -43,7 +43,8 @@ The rules
   of the attempt under way by the difference; a new `min_updates` counts at once, a new `cohort` from the next attempt.
   A cohort is never larger than at the creation: a round has so many places, which devices and methods count with. A
   new number of `rounds` is in force from the next round, because devices train the round under way with the old one;
-  hence it must leave a next round. `min_devices` can change while the federation recruits.
+  hence it must leave a next round. `min_devices` can change while the federation recruits. A change that was made of
+  other settings than those there are is refused.
 
 The tables
 ----------
@@ -76,11 +77,24 @@ from typing import Any, Literal
 
 from coord_server import events
 from coord_server.events import Acknowledge, Aggregate, Decision, Draw, Event, Finish, GiveUp, OpenRound, Refuse
-from coord_server.state import Stage, State, choose_cohort, dump, in_force, lease, left, load, missing, usable
-from edge_client.protocol.messages import Failure, FederationConfig, Phase
+from coord_server.state import (
+    Stage,
+    State,
+    announced,
+    choose_cohort,
+    dump,
+    in_force,
+    lease,
+    left,
+    load,
+    missing,
+    tag,
+    usable,
+)
+from edge_client.protocol.messages import Change, Failure, FederationConfig, Phase
 
-__all__ = ["ACCEPTED", "PHASES", "STAGES", "State", "apply", "choose_cohort", "dump", "in_force", "lease", "left",
-           "load", "missing", "pending", "usable"]  # fmt: skip
+__all__ = ["ACCEPTED", "PHASES", "STAGES", "State", "announced", "apply", "choose_cohort", "dump", "in_force", "lease",
+           "left", "load", "missing", "pending", "tag", "usable"]  # fmt: skip
 
 Signal = Literal["begin", "open", "close", "retry", "give_up", "advance", "end", "pause", "resume", "stop"]
 
@@ -348,7 +362,11 @@ def _resumed(config: FederationConfig, state: State, event: events.Resumed) -> S
 
 
 def _changed(config: FederationConfig, state: State, event: events.Changed) -> Step:
-    new = dict(event.settings)
+    now, new = announced(config, state), dict(event.settings)
+    if event.seen is not None and tag(now) not in event.seen:
+        there = ", ".join(f"{name} = {getattr(now, name)}" for name in Change.model_fields)
+        return _refuse(state, "changed-meanwhile", f"the settings changed since they were read: {there} now; GET them "
+                       "again, then PATCH with their ETag")  # fmt: skip
     most = state.places or config.cohort
     after = config.model_copy(update=new)
     why = _unchangeable(after, state, new, most)

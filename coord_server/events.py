@@ -107,6 +107,8 @@ class Changed(Event):
     """The operator changed settings: fields of `messages.Change`, by name."""
 
     settings: Mapping[str, float]
+    seen: tuple[str, ...] | None = None
+    """Refused unless the settings have one of these tags; None: whatever they are."""
 
 
 class Stopped(Event):

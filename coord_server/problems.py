@@ -55,6 +55,7 @@ PROBLEMS: dict[str, Kind] = {
     "no-devices": Kind(409, "no device has asked for work yet; hand out a join token first"),
     "name-taken": Kind(409, "there is already a federation 'har'; choose another name"),
     "bundle-incomplete": Kind(409, "bundle 'har-mlp' lacks parts ['train.onnx']; PUT them under /v1/bundles/ first"),
+    "changed-meanwhile": Kind(412, "the settings changed since they were read: rounds = 30 now; GET them again"),
     "too-large": Kind(413, "an update of this method has at most 51174 bytes, Content-Length says 1506424"),
     "bad-range": Kind(416, "bytes=9000- of 1874 bytes is empty; ask for a range inside the content"),
     "bad-digest": Kind(422, "Content-Digest is None; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)"),

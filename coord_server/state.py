@@ -10,6 +10,7 @@ import numpy as np
 from edge_kernels import counter
 from pydantic import TypeAdapter
 
+from edge_client.bundle import digest
 from edge_client.protocol.messages import Failure, FederationConfig, Phase
 
 Stage = Literal["idle", "drawing", "collecting", "aggregating"]
@@ -64,6 +65,17 @@ class State:
 def in_force(config: FederationConfig, state: State) -> FederationConfig:
     """The settings of the round under way: those the federation was created with, and what the operator changed."""
     return config.model_copy(update=dict(state.changed)) if state.changed else config
+
+
+def announced(config: FederationConfig, state: State) -> FederationConfig:
+    """The settings as the operator sees them: those in force, with the number of rounds from the next round on."""
+    now = in_force(config, state)
+    return now if state.next_rounds is None else now.model_copy(update={"rounds": state.next_rounds})
+
+
+def tag(settings: FederationConfig) -> str:
+    """A name for these settings and no others: 16 hex digits."""
+    return digest(settings.model_dump_json().encode())[:16]
 
 
 def lease(config: FederationConfig, state: State, device: str) -> str:

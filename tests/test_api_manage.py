@@ -298,6 +298,30 @@ def test_a_running_federation_takes_a_new_deadline_number_of_rounds_and_cohort(t
     asyncio.run(asyncio.wait_for(script(), 2 * LIMIT))
 
 
+def test_a_change_made_of_settings_that_another_operator_has_changed_meanwhile_is_refused(tmp_path: Path) -> None:
+    async def script() -> None:
+        async with served(tmp_path) as fleet, served(tmp_path) as other:
+            await fleet.federation("a", "bb", rounds=2)
+            seen = (await fleet.operator("GET", FED)).headers["etag"]
+            assert (await fleet.train("a")).status_code == 201
+            assert (await other.operator("GET", FED)).headers["etag"] == seen  # a round goes on: nothing to overwrite
+            mine, theirs = ({"If-Match": seen}, {"If-Match": f'"0", W/{seen}'})
+            changes = [fleet.operator("PATCH", FED, mine, json={"rounds": 5}),
+                       other.operator("PATCH", FED, theirs, json={"deadline_seconds": 7200.0})]  # fmt: skip
+            first, second = sorted(await asyncio.gather(*changes), key=lambda answer: answer.status_code)
+            assert first.status_code == 200, first.text
+            assert "the settings changed since they were read: " in refused(second, "changed-meanwhile")
+            now = (await other.operator("GET", FED)).headers["etag"]
+            assert (first.headers["etag"], now != seen) == (now, True)
+            assert (await other.operator("GET", FED)).json()["config"] == first.json()["config"]
+            for match in ({"If-Match": now}, {"If-Match": "*"}, {}):
+                assert (await fleet.operator("PATCH", FED, match, json={"min_updates": 2})).status_code == 200
+            refused(await fleet.operator("PATCH", FED, {"If-Match": now}, json={"min_updates": 1}), "changed-meanwhile")
+            assert (await fleet.operator("GET", FED)).json()["config"]["min_updates"] == 2
+
+    asyncio.run(asyncio.wait_for(script(), 2 * LIMIT))
+
+
 def test_what_cannot_change_is_refused_with_a_sentence(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb", rounds=5)

@@ -164,6 +164,8 @@ def test_the_headers_that_a_client_needs_are_in_the_document(document: dict[str,
     model, exports = "GET /v1/federations/{federation}/devices/{device}/model", "/v1/federations/{federation}/exports"
     assert found == {
         ("POST /v1/federations", "201"): {"Location"},
+        ("GET /v1/federations/{federation}", "200"): {"ETag"},
+        ("PATCH /v1/federations/{federation}", "200"): {"ETag"},
         ("GET /v1/federations/{federation}/state", "200"): {"Maskfleet-Round"},
         (f"POST {exports}", "202"): {"Location", "Retry-After"},
         (model, "202"): {"Location", "Retry-After"},

@@ -86,8 +86,13 @@ def file(request: Request, path: Path, more: Mapping[str, str]) -> Response:
 
 def _is_known(request: Request, etag: str) -> bool:
     """Whether the caller has the bytes with this ETag."""
-    asked = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    return etag in asked or "*" in asked
+    asked = tags(request.headers.get("if-none-match", ""))
+    return etag.strip('"') in asked or "*" in asked
+
+
+def tags(header: str) -> tuple[str, ...]:
+    """The tags in a header, without quotes. A proxy that compresses makes weak ones of strong ones: they count too."""
+    return tuple(each.strip().removeprefix("W/").strip('"') for each in header.split(","))
 
 
 def _part(request: Request, size: int, said: dict[str, str]) -> tuple[int, int, int]:

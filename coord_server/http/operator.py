@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from coord_server import events
+from coord_server.http import blobs
 from coord_server.http.access import FederationId, Operated, RoundNumber, Served, Viewed
 from coord_server.http.openapi import headers
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
+from coord_server.state import tag
 from edge_client.errors import StorageDamagedError, suggestion
 from edge_client.methods import installed_methods
 from edge_client.protocol.messages import MAX_ROUNDS, Change, Federation, FederationConfig, Name, Phase, Round
@@ -32,6 +34,7 @@ _STATE: dict[int | str, dict[str, Any]] = {
     }
 }
 _CREATED: dict[int | str, dict[str, Any]] = {201: {"headers": headers({"Location": "The federation's address."})}}
+_TAGGED: dict[int | str, dict[str, Any]] = {200: {"headers": headers({"ETag": "Of its settings, for If-Match."})}}
 _OPERATIONS: dict[str, type[events.Event]] = {
     "start": events.Started, "pause": events.Paused, "resume": events.Resumed, "stop": events.Stopped,
 }  # fmt: skip
@@ -92,22 +95,43 @@ def _check_method(name: str, listed: Sequence[Federation]) -> None:
         )
 
 
-@router.get("/federations/{federation}")
-async def show_federation(served: Viewed, federation: FederationId) -> Federation:
-    """Phase, round, devices, updates in, and `fault` when something keeps it from going on."""
-    return (await served.find_any(federation)).summary()
+@router.get("/federations/{federation}", responses=_TAGGED)
+async def show_federation(served: Viewed, response: Response, federation: FederationId) -> Federation:
+    """Phase, round, devices, updates in, and `fault` when something keeps it from going on.
+
+    The `ETag` stands for the settings, which PATCH changes, and stays the same while rounds go on.
+    """
+    return _tagged((await served.find_any(federation)).summary(), response)
 
 
-@router.patch("/federations/{federation}", responses=documented("cannot-change", "wrong-phase", "bad-config"))
-async def change_federation(served: Operated, federation: FederationId, change: Change) -> Federation:
-    """`deadline_seconds` moves the deadline of the attempt under way too; `min_updates` counts at once.
+def _tagged(found: Federation, response: Response) -> Federation:
+    """The federation, with the tag of its settings in the header ETag."""
+    if found.config is not None:
+        response.headers["ETag"] = f'"{tag(found.config)}"'
+    return found
+
+
+@router.patch(
+    "/federations/{federation}",
+    responses=_TAGGED | documented("cannot-change", "wrong-phase", "bad-config", "changed-meanwhile"),
+)
+async def change_federation(
+    served: Operated,
+    response: Response,
+    federation: FederationId,
+    change: Change,
+    if_match: Annotated[str | None, Header(description="The ETag of the settings that the change was made of.")] = None,
+) -> Federation:
+    """With `If-Match` it is refused when the settings are others by now; without it they are overwritten.
+
+    `deadline_seconds` moves the deadline of the attempt under way too; `min_updates` counts at once.
 
     `cohort` counts from the next attempt and is at most that of the creation, `rounds` from the next round.
     `min_devices` can change while the federation recruits. Everything else is fixed.
     """
     live = await served.find(federation)
-    await live.change(change)
-    return live.summary()
+    await live.change(change, None if if_match in (None, "*") else blobs.tags(if_match))
+    return _tagged(live.summary(), response)
 
 
 @router.delete("/federations/{federation}", status_code=204, responses=documented("wrong-phase"))

@@ -329,13 +329,13 @@ class LiveFederation:
         log.info("%s: %s by the operator, now %s", self.id, kind.__name__.lower(), self._commits.state.phase,
                  extra={"federation": self.id})  # fmt: skip
 
-    async def change(self, change: Change) -> None:
-        """Change settings. Raises Refusal, StateError."""
+    async def change(self, change: Change, seen: tuple[str, ...] | None = None) -> None:
+        """Change settings, if they have one of the tags in `seen`. Raises Refusal, StateError."""
         new = change.model_dump(exclude_none=True)
         if change.rounds is not None:
             await self._method_state.check_rounds(change.rounds)
         if new:
-            await self._commits.submit(events.Changed(self._clock(), new))
+            await self._commits.submit(events.Changed(self._clock(), new, seen))
             said = ", ".join(f"{name} = {value:g}" for name, value in new.items())
             log.info("%s: changed by the operator: %s", self.id, said, extra={"federation": self.id})
             await self._call()  # fewer devices may now be enough to start

@@ -21,7 +21,7 @@ def summary(config: FederationConfig, state: engine.State, devices: int, now: fl
     missing = engine.missing(state) if state.stage == "collecting" else ()
     return Federation(
         id=config.name,
-        config=config if state.next_rounds is None else config.model_copy(update={"rounds": state.next_rounds}),
+        config=engine.announced(config, state),
         phase=state.phase,
         round=state.round,
         devices=devices,
