@@ -19,6 +19,7 @@ from coord_server.http import (
     bodies,
     bundles,
     device,
+    head,
     openapi,
     operator,
     problems,
@@ -29,8 +30,8 @@ from coord_server.http import (
 from edge_client.errors import StateError
 
 DESCRIPTION = """Federated learning of personal subnetworks. Rounds count from 1, times are seconds, sizes bytes,
-digests SHA-256 in lower-case hex. Every error is an RFC 9457 `application/problem+json` whose `detail`
-has the fault and what to do."""
+digests SHA-256 in lower-case hex. HEAD is answered as GET, without the body. Every error is an RFC 9457
+`application/problem+json` whose `detail` has the fault and what to do."""
 BODY_PATIENCE = 60.0  # seconds without a byte until a body is given up
 
 
@@ -71,11 +72,12 @@ def create_app(
         app.include_router(router)
     app.state.open_metrics = open_metrics
     app.add_middleware(watch.Counted)
+    app.add_middleware(head.Head)
     if allow_origins:  # outermost: it answers preflights, and every answer has its headers
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(allow_origins),
-            allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"],
             allow_headers=[
                 "Authorization",
                 "Content-Type",

@@ -202,7 +202,8 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
         for path in ("/v1", "/v1/nothing", "/v1/federations/none"):
             refused(await fleet.operator("GET", path), "not-found")
         for path, allowed in (
-            ("/v1/federations", "GET, POST"), ("/v1/federations/fed", "DELETE, GET, PATCH"), ("/", "GET"),
+            ("/v1/federations", "GET, HEAD, POST"), ("/v1/federations/fed", "DELETE, GET, HEAD, PATCH"),
+            ("/", "GET, HEAD"),
             ("/v1/federations/fed/devices/a", "DELETE"), ("/v1/federations/fed/pause", "POST"),
             ("/v1/health", "GET, HEAD"),
         ):  # fmt: skip

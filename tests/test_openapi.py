@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from coordination import OPERATOR, Fleet, bearer, credential, play, refused, settings
+from coordination import LIMIT, OPERATOR, Fleet, bearer, credential, play, refused, settings
+from listening import listening
 from pydantic import TypeAdapter
 
 from coord_server.app import create_app
@@ -262,3 +266,40 @@ def test_a_caller_without_a_token_does_not_learn_what_is_wrong_with_its_message(
         assert asked > 5
 
     play(tmp_path, script)
+
+
+def test_head_is_answered_as_get_without_the_body_wherever_there_is_a_get(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", min_devices=9)
+        ids = {"federation": "fed", "digest": settings()["bundle"], "name": "train.onnx", "sha256": "0" * 64}
+        answered = Counter[int]()
+        for name, operation in operations(document):
+            method, path = name.split(" ")
+            if method != "GET":
+                continue
+            url = re.sub(r"{(\w+)}", lambda found: ids.get(found[1], "a"), path)
+            shown = bearer(credential("a") if "device" in operation["tags"] else OPERATOR)
+            async with fleet.http.stream("GET", url, headers=shown) as get:
+                pass  # the stream of events has no end
+            head = await asyncio.wait_for(fleet.http.head(url, headers=shown), LIMIT)
+            if path != "/metrics":  # whose figures change
+                assert (head.status_code, said_of(head)) == (get.status_code, said_of(get)), name
+            assert head.content == b""
+            answered[head.status_code] += 1
+            assert (await fleet.http.get("/v1/health")).status_code == 200  # on the same connection
+        assert answered[200] > 12, answered
+        refused_ = await fleet.http.head("/v1/federations")
+        assert (refused_.status_code, refused_.content, refused_.headers["www-authenticate"]) == (401, b"", "Bearer")
+
+    async def main() -> None:
+        async with listening(tmp_path) as here:
+            await here.fleet(script)
+
+    asyncio.run(main())
+
+
+def said_of(answer: httpx.Response) -> dict[str, str]:
+    """The headers of an answer that do not change with the time."""
+    return {name: value for name, value in answer.headers.items() if name != "date"}

@@ -40,7 +40,6 @@ _OPERATIONS: dict[str, type[events.Event]] = {
 }  # fmt: skip
 
 
-@health.head("/health", include_in_schema=False)
 @health.get("/health")
 async def show_health(served: Served) -> Health:
     """Whether the coordinator is up. No token needed."""

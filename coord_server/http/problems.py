@@ -130,7 +130,8 @@ def _allowed(request: Request) -> list[str]:
     """The methods of a path. The router names those of its first operation only."""
     scopes = {method: {**request.scope, "method": method} for method in METHODS}
     routes = request.app.routes
-    return sorted(m for m, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in routes))
+    found = {m for m, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)}
+    return sorted(found | {"HEAD"} if "GET" in found else found)
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
