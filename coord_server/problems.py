@@ -32,6 +32,8 @@ class Kind:
             found["Connection"] = "close"
         if self.status == HTTPStatus.UNAUTHORIZED:
             found["WWW-Authenticate"] = "Bearer"
+        if self.status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:  # RFC 9110, 15.5.16: what would have been accepted
+            found["Accept-Encoding"] = "identity"
         return found
 
 
@@ -57,6 +59,7 @@ PROBLEMS: dict[str, Kind] = {
     "bundle-incomplete": Kind(409, "bundle 'har-mlp' lacks parts ['train.onnx']; PUT them under /v1/bundles/ first"),
     "changed-meanwhile": Kind(412, "the settings changed since they were read: rounds = 30 now; GET them again"),
     "too-large": Kind(413, "an update of this method has at most 51174 bytes, Content-Length says 1506424"),
+    "compressed": Kind(415, "Content-Encoding is 'gzip'; send the body as it is, without that header"),
     "bad-range": Kind(416, "bytes=9000- of 1874 bytes is empty; ask for a range inside the content"),
     "bad-digest": Kind(422, "Content-Digest is None; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)"),
     "bad-bundle": Kind(422, "part 'train.onnx' has another SHA-256 than the manifest; send the file it was made with"),

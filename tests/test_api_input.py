@@ -266,6 +266,26 @@ def test_the_answer_to_unreadable_json_says_what_where_and_which_limit(tmp_path:
     play(tmp_path, script)
 
 
+def test_a_compressed_body_is_refused_with_what_is_taken_instead(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        work, gzip = await fleet.work("a"), {"Content-Encoding": "gzip"}
+        body = trained(await fleet.fetch("a", work), "a")
+        answers = [
+            await fleet.upload("a", work["round"], work["lease"], body, gzip),
+            await fleet.operator("POST", "/v1/bundles", gzip, content=manifest().to_bytes()),
+            await fleet.operator("PATCH", "/v1/federations/fed", gzip, json={}),
+        ]
+        for answer in answers:
+            assert "Content-Encoding is 'gzip'; send the body as it is" in refused(answer, "compressed")
+            assert answer.headers["accept-encoding"] == "identity"
+        refused(await fleet.http.patch("/v1/federations/fed", json={}, headers=gzip), "unauthorized")
+        plain = {"Content-Encoding": "identity"}
+        assert (await fleet.upload("a", work["round"], work["lease"], body, plain)).status_code == 201
+
+    play(tmp_path, script)
+
+
 def test_a_message_as_deep_as_the_limit_is_read(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         depth = JSON_DEPTH - 1

@@ -35,7 +35,7 @@ class BoundedBody:
 
     Every other body is a message, which is read into memory before its sender is authenticated. Hence its limits: it is
     small (larger from the operator), arrives completely within `patience` seconds, and nests no deeper than JSON_DEPTH.
-    FastAPI reads it before the token: JSON that cannot be read is handed on as null, and refused after that.
+    FastAPI reads it before the token: one that cannot be read is handed on as null, and refused after that.
     """
 
     def __init__(self, app: ASGIApp, patience: float) -> None:
@@ -51,6 +51,8 @@ class BoundedBody:
             nonlocal complete
             if complete:  # after the last chunk only a disconnect can arrive
                 return await receive()
+            if upload:
+                check_coding(Headers(scope=scope))
             try:
                 message = await _within(self._patience, receive if upload else lambda: _message(scope, receive))
             except asyncio.TimeoutError:
@@ -79,14 +81,24 @@ async def _message(scope: Scope, receive: Receive) -> Message:
         if len(body) > limit:
             raise too_long
         more = message.get("more_body", False)
-    if body and JSON.match(headers.get("content-type", "")):
-        scope[UNREADABLE] = fault = _fault(bytes(body))
-        body = bytearray(b"null") if fault else body  # which no operation takes, once its sender is known
+    try:
+        check_coding(headers)
+        if body and JSON.match(headers.get("content-type", "")):
+            _check_json(bytes(body))
+    except Refusal as refusal:
+        scope[UNREADABLE], body = refusal, bytearray(b"null")  # no operation takes null, once its sender is known
     return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
-def _fault(message: bytes) -> str:
-    """Why text is not JSON, nests too deeply or repeats a key, found before it is unpacked; empty when it can be."""
+def check_coding(headers: Headers) -> None:
+    """Refuse a compressed body: a small one can expand to any size, and updates are entropy coded. Raises Refusal."""
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise Refusal("compressed", f"Content-Encoding is {coding[:40]!r}; send the body as it is, without that header")
+
+
+def _check_json(message: bytes) -> None:
+    """Refuse text that is not JSON, nests too deeply or repeats a key, before it is unpacked. Raises Refusal."""
     try:
         from_json(message)
         json.loads(message, object_pairs_hook=without_repeats)
@@ -94,8 +106,8 @@ def _fault(message: bytes) -> str:
         why = str(error)
         if why.startswith("recursion limit"):
             why = f"it nests deeper than {JSON_DEPTH} levels: {why.partition(' at ')[2]}"
-        return f"the message's JSON cannot be read: {why}; correct it and send it again"
-    return ""
+        why = f"the message's JSON cannot be read: {why}; correct it and send it again"
+        raise Refusal("bad-message", why) from None
 
 
 async def _within(seconds: float, receive: Receive) -> Message:

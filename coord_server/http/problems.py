@@ -23,7 +23,7 @@ SECRET = {"enrol", "tokens", "viewers"}  # parts of paths that take or give secr
 _HEX = re.compile("[0-9a-fA-F]{16,}")  # a token, a credential, or a piece of one, wherever a request has it by mistake
 JSON = re.compile(r"application/(.*\+)?json\s*(;|$)", re.IGNORECASE)
 """A Content-Type whose message is read as JSON."""
-UNREADABLE = "maskfleet.unreadable"  # where the scope says why a message's JSON cannot be read
+UNREADABLE = "maskfleet.unreadable"  # where the scope has the Refusal of a message that cannot be read
 _STORAGE = ("storage-full", "storage-damaged", "storage-unreachable")
 COMMON: dict[str, tuple[str, ...]] = {
     "health": ("too-many", "too-busy"),
@@ -89,8 +89,8 @@ def documented(*kinds: str) -> dict[int | str, dict[str, Any]]:
 
 def describe(operation: dict[str, Any]) -> None:
     """Add to an operation of the OpenAPI document the problems that all with its tag have in common."""
-    answers = operation["responses"]
-    for status, entry in documented(*COMMON.get(operation["tags"][0], ())).items():
+    answers, taking = operation["responses"], ("compressed",) if "requestBody" in operation else ()
+    for status, entry in documented(*COMMON.get(operation["tags"][0], ()), *taking).items():
         known = answers.get(str(status), {}).get("content", {}).get(MEDIA_TYPE)
         if known is None:
             answers[str(status)] = entry
@@ -136,11 +136,12 @@ def _allowed(request: Request) -> list[str]:
 
 async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    unreadable: Refusal | None = request.scope.get(UNREADABLE)
+    if unreadable is not None:
+        return await _refused(request, unreadable)
     first = error.errors()[0]
     sent_as = request.headers.get("content-type", "")
-    if unreadable := request.scope.get(UNREADABLE):
-        what = unreadable
-    elif first["loc"] == ("body",) and first["type"] == "missing":
+    if first["loc"] == ("body",) and first["type"] == "missing":
         what = "the message is empty; send a JSON object with Content-Type: application/json, {} for the defaults"
     elif first["loc"] == ("body",) and not JSON.match(sent_as):
         sent = f"was sent as {sent_as}" if sent_as else "has no Content-Type"
