@@ -128,6 +128,24 @@ def test_the_last_rounds_record_has_the_downlinks_after_it_by_kind_each_device_o
     play(tmp_path, later)
 
 
+def test_a_device_whose_report_was_taken_has_its_last_downlink_counted_after_a_kill(tmp_path: Path) -> None:
+    report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
+
+    async def script() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "bb")
+            await whole(fleet, "a", "bb")
+            size = len(await fleet.fetch("a", await fleet.work("a")))
+            mine = bearer(credential("a"))
+            sent = await fleet.http.put("/v1/federations/fed/devices/a/report", json=report, headers=mine)
+            assert sent.status_code == 204
+            async with served(tmp_path) as next_one:  # which has nothing but what is on disk
+                record = (await next_one.operator("GET", "/v1/federations/fed/rounds/2")).json()
+                assert sum(record["traffic"]["last_down"].values()) == size
+
+    asyncio.run(script())
+
+
 def test_a_report_restores_the_count_of_a_last_downlink_that_a_crash_lost(tmp_path: Path) -> None:
     report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
     path, mine = "/v1/federations/fed/devices/a/report", bearer(credential("a"))

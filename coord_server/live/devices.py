@@ -2,8 +2,8 @@
 
 The database's rows are the truth. Memory holds what every request needs: credentials it has looked up, when each device
 last made a request, and counts that are not written yet. These are written together, for all devices that changed,
-every quarter of `presence_seconds`, at most FLUSH seconds apart; a kill loses no more of them. No function here costs
-more with more members, except the operator's list and the draw of a cohort.
+every quarter of `presence_seconds`, at most FLUSH seconds apart, and before a report; a kill loses no more of them. No
+function here costs more with more members, except the operator's list and the draw of a cohort.
 """
 
 from __future__ import annotations
@@ -246,7 +246,11 @@ class Devices:
             raise
 
     async def report(self, device: str, report: Report) -> None:
-        """Store a device's report. Raises StateError."""
+        """Store a device's report. Raises StateError.
+
+        Its last downlink is written before: a device whose report is in asks for nothing again.
+        """
+        await self.flush()
         await asyncio.to_thread(self._metadata.save_report, self.id, device, report.model_dump_json())
 
     async def listed(self, state: DeviceState | None = None, after: str = "", limit: int | None = None) -> list[Device]:
