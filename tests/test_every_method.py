@@ -17,6 +17,7 @@ from edge_bench.simulation.simulate import Simulated
 from edge_bench.testing import Ground, digits, methods
 from edge_kernels import counter
 from every_method import NAMES, VARIANTS, every_method, made
+from lossy import Lossy
 
 from coord_server import guard
 from coord_server.guard import Limit
@@ -156,7 +157,7 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Op
     ("name", "ground"),
     [*product([*NAMES, *VARIANTS], ["digits"]), *product([*NAMES, "lattice-pruned"], ["batch-norm"])],
 )
-def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
+def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http_that_loses_answers(
     name: str, ground: str, operator: tuple[str, Operator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = GROUNDS[ground]()
@@ -170,6 +171,7 @@ def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
         return Report(score=task.score(personal), **figures)
 
     monkeypatch.setattr("edge_client.device.conclude.conclude", conclude)
+    monkeypatch.setattr("edge_client.link.retry.backoff", lambda failures: 0.0)
     url, client = operator
     client.upload_bundle(there.bundle.folder)
     config = there.federation(made(name), rounds=3, cohort=2)
@@ -177,10 +179,12 @@ def test_a_simulation_ends_with_the_same_bytes_as_devices_over_http(
     token = client.token(id_, TokenRequest(uses=3)).token
 
     def take_part(device: str) -> str:
-        secret, state = counter.key(there.seed, "secret", device), tmp_path / device
-        return (
-            Client(url, token, there.devices[device], device=device, state=state, secret=secret, poll=5.0).run().ended
-        )
+        secret, state, proxy = counter.key(there.seed, "secret", device), tmp_path / device, Lossy()
+        ended = Client(url, token, there.devices[device], device=device, state=state, secret=secret, poll=5.0,
+                       transport=proxy).run().ended  # fmt: skip
+        updates = [asked for asked in proxy.asked if "/updates/" in asked]
+        assert len(updates) == 2 * len(set(updates))  # each was carried out twice
+        return ended
 
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(take_part, there.devices)) == ["finished"] * 3
