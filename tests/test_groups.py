@@ -210,6 +210,15 @@ def test_what_forms_no_group_is_named_with_the_operator_that_stops_it() -> None:
     )
 
 
+def test_a_layer_is_named_with_the_first_operator_that_stops_it() -> None:
+    body = (
+        "h = Gemm <transB = 1> (x, a) one = Constant <value_ints = [1]> () u = Unsqueeze(h, one) "
+        "v = Conv <pads = [1, 1]> (u, c) w = Squeeze(v, one) y = Mul(h, w) logits = Gemm <transB = 1> (y, o)"
+    )
+    made = found(Graph((5,), {"a": (7, 5), "c": (1, 1, 3), "o": (3, 7)}, body, {}, {}))
+    assert (made.groups, made.stopped) == ((), ("a: Conv mixes them",))
+
+
 @pytest.mark.parametrize(
     ("end", "tensors", "lines"),
     [

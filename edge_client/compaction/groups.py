@@ -88,7 +88,7 @@ def _located(atoms: Atoms) -> _Located:
 def _families(atoms: Atoms, located: _Located) -> tuple[dict[Family, list[NDArray[np.int64]]], dict[str, str]]:
     """The channels of each family, a channel as its atoms; and by weight why its channels cannot leave."""
     used = np.flatnonzero(located.axis >= 0)
-    fixed = {int(atoms.root[a]): why for a, why in atoms.fixed.items()}
+    fixed = {int(atoms.root[a]): why for a, why in reversed(atoms.fixed.items())}  # the first cause counts
     by_root: dict[int, list[int]] = {}
     for atom in used[np.argsort(atoms.root[used], kind="stable")]:
         by_root.setdefault(int(atoms.root[atom]), []).append(int(atom))
