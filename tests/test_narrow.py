@@ -225,6 +225,22 @@ class _Embedded(nn.Module):
         return self.head(torch.cat([last, self.wide(self.letters(ids[..., 1]).transpose(1, 2)).amax(2)], 1))
 
 
+class _Cells(nn.Module):
+    """Steps one by one, which start from zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.LSTMCell(3, 6), nn.GRUCell(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        state, h = None, None
+        for step in x.unbind(1):
+            state = self.first(step, state)
+            h = self.second(state[0], h)
+        return self.head(h)
+
+
 class _Mirrored(nn.Module):
     """Borders that repeat the image."""
 
@@ -347,6 +363,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_GroupNorms, (2, 6, 6), {"stem.0": 2, "deep.0": 2}),
         (_Shuffled, (2, 6, 6), {"first.weight:0": 6, "first.weight:6": 6, "layer": 6}),
         (_Embedded, (6, 2), {"words": 6, "units": 5, "letters": 8, "wide": 4}),
+        (_Cells, (6, 3), {"first": 6, "second": 8}),
         (_Mirrored, (2, 6, 6), {"first": 8, "second": 6}),
         (_Pools, (6, 3), {"first": 10, "second": 8}),
         (_Experts, (3,), {"experts.0.0": 6, "experts.0.2": 8, "experts.1.0": 6}),

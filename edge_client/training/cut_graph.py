@@ -27,6 +27,7 @@ class Cut:
     def __init__(self, graph: GraphProto, shapes: dict[str, Shape | None], tensors: Mapping[str, Axes]) -> None:
         self.graph, self.source, self.shapes = graph, graph, shapes
         self.constants = {t.name: t for t in graph.initializer}
+        self.inputs = {v.name for v in graph.input}
         self.axes: dict[str, Axes] = {v.name: tensors[v.name] for v in graph.input if v.name in tensors}
         self.lengths: dict[str, Axes] = {}
         self.nodes: list[NodeProto] = []

@@ -6,7 +6,7 @@ entries from one axis to others, and for recurrent layers. `follow` walks the gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, helper
 
-from edge_client.graph.axes import axes_of
+from edge_client.graph.axes import Names, axes_of
 from edge_client.graph.nodes import GATES, settings
 from edge_client.narrow import Axes
 from edge_client.training.cut_graph import UNLIKE, Cut, equal, refusal
@@ -26,7 +26,7 @@ Mask = NDArray[np.bool_] | None
 def named(g: Cut, node: NodeProto) -> list[Axes]:
     """An operator that keeps axes together: what one input lost of an axis is taken out of the others.
 
-    Not of an axis that is summed over: there all must have lost the same.
+    Not of an axis that is summed over: there all must have lost the same, or the others what a parameter lost.
     """
     listed = None
     if node.op_type.startswith("Reduce"):
@@ -41,15 +41,26 @@ def named(g: Cut, node: NodeProto) -> list[Axes]:
                 left[key] = left.get(key, stays) & stays
     if (known.whole | {None}) & left.keys() and not _adds_products(g, node):
         raise refusal(node, "works along the axis of the channels")
+    summed = left.keys() - set(known.output) - _lost_by_parameters(g, node, known.inputs, left)
     for k, names in enumerate(known.inputs):
         due = tuple(
-            left.get(key) if key in known.output else own
-            for key, own in zip(names, g.stays(node.input[k]), strict=True)
+            own if key in summed else left.get(key) for key, own in zip(names, g.stays(node.input[k]), strict=True)
         )
         if not g.lenient and not equal(due, tuple(left.get(key) for key in names)):
             raise refusal(node, UNLIKE)
         g.fit(node, k, due)
     return [tuple(left.get(key) for key in known.output)] * len(node.output)
+
+
+def _lost_by_parameters(
+    g: Cut, node: NodeProto, inputs: Sequence[Names], left: Mapping[Any, NDArray[np.bool_]]
+) -> set[Any]:
+    """The axes of which a parameter has no more than what is `left`: it is zero elsewhere, whatever the others are."""
+    found = set()
+    for name, names in zip(node.input, inputs, strict=False):
+        if name in g.inputs:
+            found |= {k for k, stays in zip(names, g.stays(name), strict=True) if equal((left.get(k),), (stays,))}
+    return found
 
 
 def _adds_products(g: Cut, node: NodeProto) -> bool:
