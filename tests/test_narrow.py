@@ -157,6 +157,20 @@ class _Pools(nn.Module):
         return self.head(torch.cat([*parts, (self.joints @ self.second(h)).relu().mean(1)], 1))
 
 
+class _Joints(nn.Module):
+    """Sums over parts of channels and over joints at once, with a learned graph of joints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joints = nn.Parameter(torch.rand(3, 6, 6, generator=torch.Generator().manual_seed(0)))
+        self.first, self.second, self.head = nn.Conv1d(2, 24, 1), nn.Conv1d(8, 6, 1), nn.Linear(6, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        parts = self.first(x).unflatten(1, (3, 8))
+        return self.head(self.second(torch.einsum("nkcv,kvw->ncw", parts, self.joints).relu()).relu().mean(2))
+
+
 class _Experts(nn.Module):
     """Layers side by side of which a softmax weighs the results."""
 
@@ -366,6 +380,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_Cells, (6, 3), {"first": 6, "second": 8}),
         (_Mirrored, (2, 6, 6), {"first": 8, "second": 6}),
         (_Pools, (6, 3), {"first": 10, "second": 8}),
+        (_Joints, (2, 6), {"first": 8, "second": 6}),
         (_Experts, (3,), {"experts.0.0": 6, "experts.0.2": 8, "experts.1.0": 6}),
         (_Rotary, (6, 3), {"q": 3}),
         (_PaddedSteps, (6, 3), {"encoder.layers.0.self_attn": 4, "encoder.layers.0.linear1": 16}),

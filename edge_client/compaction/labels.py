@@ -162,6 +162,9 @@ class Labelled:
         first, second, transposed, third = products.operands(node)
         if second in net.constants and len(net.shapes[second]) == 2 and first in self.labels:
             ids, x = net.ids.get(second), self.labels[first]
+            if any(_differ(atoms.roots(x), axis) for axis in range(x.ndim - 1)) and self._join_lines(x, x.ndim - 1):
+                self._put(node.output[0], x.max(axis=-1, keepdims=True))  # its rows are channels
+                return
             self._read(self._lines(x, x.ndim - 1, node), atoms.along(ids, int(transposed), "reads"))
             rows = atoms.along(ids, 1 - int(transposed), "makes")
             if third and net.shapes[third]:

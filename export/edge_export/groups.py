@@ -20,7 +20,7 @@ from edge_client.compaction.groups import find_groups
 from edge_client.errors import CompactionError, ConfigError, ModelError
 from edge_client.narrow import Channels, cuts
 from edge_client.runtimes.onnx import open_onnx
-from edge_client.training.cut import cut
+from edge_client.training.cut import PROBE, cut
 
 SAME = 1e-2  # of the largest output: rounding is far below, and what a sum counts of lost channels far above
 Fault = Callable[[Sequence[ChannelGroup]], str]
@@ -90,7 +90,7 @@ def _unlike(manifest: Manifest, graph: onnx.ModelProto, groups: Sequence[Channel
         whole[t.name] = np.zeros(t.shape, np.float32)
         whole[t.name][kept] = values[kept]
         small[t.name] = whole[t.name][kept]
-    sample = (2, *manifest.input.shape)
+    sample = (PROBE + 1, *manifest.input.shape)  # no size of the cut graph may hold the batch
     x = random.standard_normal(sample) if manifest.input.dtype == "float32" else np.zeros(sample)
     x = x.astype(manifest.input.dtype)
     due, made = _outputs(graph, whole, x), _outputs(cut(graph, manifest.input.shape, axes), small, x)
