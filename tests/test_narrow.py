@@ -209,6 +209,23 @@ class _Rotary(nn.Module):
         return self.head((x + self.out(y.transpose(1, 2).reshape(-1, 6, 12))).flatten(1))
 
 
+class _Latents(nn.Module):
+    """Attention of learned queries over the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.rand(4, 12, generator=torch.Generator().manual_seed(0)))
+        self.q, self.k, self.v = nn.Linear(12, 12), nn.Linear(3, 12), nn.Linear(3, 12)
+        self.out, self.head = nn.Linear(12, 8), nn.Linear(8, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        q = self.q(self.latents.expand(x.shape[0], -1, -1))
+        q, k, v = (s.unflatten(2, (3, 4)).transpose(1, 2) for s in (q, self.k(x), self.v(x)))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.head(self.out(y.transpose(1, 2).flatten(2)).relu().mean(1))
+
+
 class _PaddedSteps(nn.Module):
     """A transformer that reads no step whose first value is high."""
 
@@ -383,6 +400,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_Joints, (2, 6), {"first": 8, "second": 6}),
         (_Experts, (3,), {"experts.0.0": 6, "experts.0.2": 8, "experts.1.0": 6}),
         (_Rotary, (6, 3), {"q": 3}),
+        (_Latents, (6, 3), {"q": 3, "out": 8}),
         (_PaddedSteps, (6, 3), {"encoder.layers.0.self_attn": 4, "encoder.layers.0.linear1": 16}),
     ],
 )

@@ -160,8 +160,8 @@ class Labelled:
     def _product(self, node: NodeProto) -> None:
         net, atoms = self.net, self.atoms
         first, second, transposed, third = products.operands(node)
-        if second in net.constants and len(net.shapes[second]) == 2 and first in self.labels:
-            ids, x = net.ids.get(second), self.labels[first]
+        if second in net.constants and len(net.shapes[second]) == 2:
+            ids, x = net.ids.get(second), self._given(first)
             if any(_differ(atoms.roots(x), axis) for axis in range(x.ndim - 1)) and self._join_lines(x, x.ndim - 1):
                 self._put(node.output[0], x.max(axis=-1, keepdims=True))  # its rows are channels
                 return
@@ -178,6 +178,13 @@ class Labelled:
             a, b = (np.array(atoms.roots(self.labels.get(v, np.full(net.shapes[v], NONE)))) for v in (first, second))
             stacked = any(_differ(x, axis) for x in (a, b) for axis in range(x.ndim - 2))
             self._put(node.output[0], self._heads(node, a, b) if stacked else self._matrices(node, a, b))
+
+    def _given(self, first: str) -> Labels:
+        """The labels of what a layer reads: data, a tensor of the bundle such as learned queries, or a constant."""
+        shape, ids = self.net.shapes[first], self.net.ids.get(first)
+        if first in self.labels:
+            return self.labels[first]
+        return np.broadcast_to(ANY if ids is None else self.atoms.along(ids, len(shape) - 1, "holds"), shape)
 
     def _heads(self, node: NodeProto, a: Labels, b: Labels) -> Labels:
         """Labels of a product of stacks of matrices: each matrix is one channel, a head."""

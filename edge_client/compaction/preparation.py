@@ -25,6 +25,7 @@ from edge_client.runtimes.onnx import open_onnx
 
 _LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0}
 """Layers that a batch-norm folds into, and the axis of the weight that holds their outputs."""
+_PRODUCTS = frozenset({"Gemm", "MatMul"})
 
 
 def opened(model: ModelProto) -> Net:
@@ -54,7 +55,7 @@ def prepare(model: ModelProto, probe: Array, tensors: Mapping[str, Shape] | None
     """`model`, all its tensors constants, as a `Net`. `probe` is a batch of at least two samples.
 
     With `tensors`, the names and shapes of the bundle's tensors, their elements are numbered in order and followed
-    through the moves of constants; batch-norms stay.
+    through the moves of constants; batch-norms stay, and so do products of tensors, such as a layer on learned queries.
 
     Raises CompactionError when the graph does not run, or not for every batch size.
     """
@@ -63,11 +64,12 @@ def prepare(model: ModelProto, probe: Array, tensors: Mapping[str, Shape] | None
     for name, shape in (tensors or {}).items():
         net.ids[name] = np.arange(start, start + int(np.prod(shape))).reshape(shape)
         start += net.ids[name].size
-    _fold_constants(net)
+    kept = _PRODUCTS if tensors is not None else frozenset[str]()
+    _fold_constants(net, kept)
     if tensors is None:
         _fold_batch_norms(net)
     _plain_forms(net)
-    _measure(net, probe)
+    _measure(net, probe, kept)
     _split_splits(net)
     _plain_matrices(net)
     drop_unused(net)
@@ -78,8 +80,11 @@ def _wide(value: Array) -> Array:
     return value.astype(np.float64) if value.dtype.kind == "f" else value
 
 
-def _fold_constants(net: Net) -> None:
-    """Compute the nodes whose inputs are all constants, and read through the ones that do nothing."""
+def _fold_constants(net: Net, stay: Collection[str] = ()) -> None:
+    """Compute the nodes whose inputs are all constants, but the operators that `stay`.
+
+    Nodes that do nothing are read through.
+    """
     same: dict[str, str] = {}
     inner = set[str]().union(*map(inner_reads, net.nodes))
     kept = []
@@ -97,7 +102,12 @@ def _fold_constants(net: Net) -> None:
             and node.output[0] not in inner  # there names stay
         ):
             same[node.output[0]] = node.input[0]
-        elif node.input and all(not v or v in net.constants for v in node.input) and not subgraphs(node):
+        elif (
+            node.input
+            and all(not v or v in net.constants for v in node.input)
+            and not subgraphs(node)
+            and node.op_type not in stay
+        ):
             made = net.operators.run(node, [net.constants[v] if v else None for v in node.input])
             outs = [o for o in node.output if o]
             net.constants.update(zip(outs, made, strict=True))
@@ -117,12 +127,12 @@ _MOVES = frozenset(
 
 
 def _follow(net: Net, node: NodeProto, outs: Sequence[str]) -> None:
-    """Follow element numbers through `node`, which only moves constants."""
+    """Follow element numbers through `node`, if it only moves constants."""
     if node.op_type not in _MOVES or node.input[0] not in net.ids:
         return
     given: list[Array | None] = []
     for v in node.input:
-        constant = net.constants[v] if v else None
+        constant = net.known(v) if v else None
         floats = constant is not None and constant.dtype.kind == "f"
         given.append(net.ids.get(v, np.full(constant.shape, -1)).astype(np.float64) if floats else constant)  # type: ignore[union-attr]
     made = net.operators.run(node, given)
@@ -205,11 +215,15 @@ def _plain_forms(net: Net) -> None:
     net.nodes = nodes
 
 
-def _measure(net: Net, probe: Array) -> None:
-    """Run the graph on one sample and on two: shapes, types, the axes that hold the batch, and all sizes."""
+def _measure(net: Net, probe: Array, data: Collection[str] = ()) -> None:
+    """Run the graph on one sample and on two: shapes, types, the axes that hold the batch, and all sizes.
+
+    What the operators `data` make is none.
+    """
     sizes: set[str] = set()
     for node in net.nodes:
-        if node.op_type in ("Shape", "Size") or all(not v or v in net.constants or v in sizes for v in node.input):
+        known = all(not v or v in net.constants or v in sizes for v in node.input)
+        if node.op_type in ("Shape", "Size") or (known and node.op_type not in data):
             sizes.update(o for o in node.output if o)
     one, two = _values(net, probe, sizes)
     for name, value in one.items():
@@ -226,8 +240,7 @@ def _measure(net: Net, probe: Array) -> None:
             net.sizes.update((o, one[o]) for o in node.output if o)
             net.growing.update(o for o in node.output if o and not np.array_equal(one[o], two[o]))
             net.repeated.update(o for o in node.output if o and _repeats(one[o], two[o]))
-            if node.op_type == "Expand" and node.input[0] in net.ids:
-                net.ids[node.output[0]] = np.broadcast_to(net.ids[node.input[0]], net.shapes[node.output[0]])
+            _follow(net, node, [o for o in node.output if o])
 
 
 def _values(net: Net, probe: Array, sizes: Collection[str]) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -20,14 +20,14 @@ class Cut:
     """`axes` are those of the values that lose something, `lengths` of the shape vectors of such.
 
     `source` is the graph that is followed or, within a Scan, its body, and `nodes` are those written so far. Nodes that
-    make a value of `done` are written already, as a part of an earlier one. Where `lenient`, a sum over entries of
-    which one factor has more is let pass.
+    make a value of `done` are written already, as a part of an earlier one. `parameters`, moved or not, are zero in
+    what they lose. Where `lenient`, a sum over entries of which one factor has more is let pass.
     """
 
     def __init__(self, graph: GraphProto, shapes: dict[str, Shape | None], tensors: Mapping[str, Axes]) -> None:
         self.graph, self.source, self.shapes = graph, graph, shapes
         self.constants = {t.name: t for t in graph.initializer}
-        self.inputs = {v.name for v in graph.input}
+        self.parameters = {v.name for v in graph.input}
         self.axes: dict[str, Axes] = {v.name: tensors[v.name] for v in graph.input if v.name in tensors}
         self.lengths: dict[str, Axes] = {}
         self.nodes: list[NodeProto] = []

@@ -58,7 +58,7 @@ def _lost_by_parameters(
     """The axes of which a parameter has no more than what is `left`: it is zero elsewhere, whatever the others are."""
     found = set()
     for name, names in zip(node.input, inputs, strict=False):
-        if name in g.inputs:
+        if name in g.parameters:
             found |= {k for k, stays in zip(names, g.stays(name), strict=True) if equal((left.get(k),), (stays,))}
     return found
 
@@ -297,6 +297,9 @@ RULES: dict[str, Callable[[Cut, NodeProto], list[Axes]]] = {
 }
 
 
+_MOVES = frozenset({"Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"})
+
+
 def follow(g: Cut, graph: GraphProto) -> None:
     """Write the nodes of `graph` on what stays, in place."""
     outside = g.source, g.nodes, g.done
@@ -310,6 +313,8 @@ def follow(g: Cut, graph: GraphProto) -> None:
             left = RULES.get(node.op_type, named)(g, node)
             for name, axes in zip(list(node.output), left, strict=True):
                 g.put(name, axes)
+            if node.op_type in _MOVES and node.input[0] in g.parameters:
+                g.parameters.update(node.output)
         g.nodes.append(node)
     del graph.node[:], graph.value_info[:]
     graph.node.extend(g.nodes)
