@@ -286,6 +286,19 @@ class _Mirrored(nn.Module):
         return self.head(self.second(self.first(x).relu()).relu().mean((2, 3)))
 
 
+class _Upsampled(nn.Module):
+    """Images of half the size, resized by a linear map of each axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(2, 8, 3), nn.Conv2d(8, 6, 1), nn.Linear(6, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        x = nn.functional.interpolate(self.first(x).relu(), scale_factor=2, mode="bilinear")
+        return self.head(self.second(x).relu().mean((2, 3)))
+
+
 class _Shuffled(nn.Module):
     """Half of the channels pass by a layer, and a shuffle mixes both halves."""
 
@@ -392,6 +405,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_both_ways, (6, 3), {"0.layer": 6}),
         (_transformer, (6, 3), {"1.self_attn": 4, "1.linear1": 16}),
         (_GroupNorms, (2, 6, 6), {"stem.0": 2, "deep.0": 2}),
+        (_Upsampled, (2, 6, 6), {"first": 8, "second": 6}),
         (_Shuffled, (2, 6, 6), {"first.weight:0": 6, "first.weight:6": 6, "layer": 6}),
         (_Embedded, (6, 2), {"words": 6, "units": 5, "letters": 8, "wide": 4}),
         (_Cells, (6, 3), {"first": 6, "second": 8}),
@@ -437,6 +451,21 @@ def test_channels_whose_sum_counts_what_they_emit_at_zero_form_no_group(
     m = export_bundle(_Sums(activation), example, tmp_path / "b", name="b", target=target).manifest
     assert {g.name: g.size for g in m.groups} == groups
     assert groups or m.stopped == ("q: a sum over its channels counts what they emit at zero",)
+
+
+def test_a_group_whose_cut_graph_would_run_batches_of_one_size_alone_is_named_instead(tmp_path: Path) -> None:
+    class Filters(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Conv2d(1, 8, 1), nn.Linear(8, 5)
+            self.register_buffer("bank", torch.rand(6, 4, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, x: T) -> T:
+            return self.head((self.a(x).transpose(2, 3) @ self.bank).relu().mean((2, 3)))
+
+    example, target = torch.zeros(2, 1, 6, 7), Classification(classes=5)
+    m = export_bundle(Filters(), example, tmp_path / "b", name="b", target=target).manifest
+    assert (m.groups, m.stopped) == ((), ("a: an operator merges them with the samples of a batch",))
 
 
 def test_a_group_of_which_a_graph_cannot_lose_all_but_one_channel_is_named_instead(tmp_path: Path) -> None:

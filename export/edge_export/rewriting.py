@@ -200,8 +200,8 @@ def _along(x: Tensor, axis: int, matrix: Tensor) -> Tensor:
     """`x` with `axis` multiplied by `matrix` [made, size]."""
     matrix = matrix.to(x.dtype)
     if axis in (-1, x.ndim - 1):
-        return x @ matrix.t()
-    return (x.transpose(axis, -1) @ matrix.t()).transpose(axis, -1)
+        return functional.linear(x, matrix)
+    return functional.linear(x.transpose(axis, -1), matrix).transpose(axis, -1)
 
 
 def interpolate(
