@@ -272,6 +272,21 @@ class _Cells(nn.Module):
         return self.head(h)
 
 
+class _Embedding(nn.Module):
+    """Rows of length one, and their distances from prototypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, 8), nn.Linear(8, 6), nn.Linear(6, 5)
+        self.prototypes = nn.Parameter(torch.rand(4, 6, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        z = self.second(nn.functional.normalize(self.first(x)))
+        near = (z.unsqueeze(1) - self.prototypes).square().sum(2)
+        return self.head(z) - near.sum(1, keepdim=True)
+
+
 class _Mirrored(nn.Module):
     """Borders that repeat the image."""
 
@@ -409,6 +424,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_Shuffled, (2, 6, 6), {"first.weight:0": 6, "first.weight:6": 6, "layer": 6}),
         (_Embedded, (6, 2), {"words": 6, "units": 5, "letters": 8, "wide": 4}),
         (_Cells, (6, 3), {"first": 6, "second": 8}),
+        (_Embedding, (3,), {"first": 8, "second": 6}),
         (_Mirrored, (2, 6, 6), {"first": 8, "second": 6}),
         (_Pools, (6, 3), {"first": 10, "second": 8}),
         (_Joints, (2, 6), {"first": 8, "second": 6}),

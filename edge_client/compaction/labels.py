@@ -307,10 +307,16 @@ class Labelled:
         labels = labels.reshape((1,) * (rank - labels.ndim) + labels.shape)
         for axis in [a for a in range(rank) if not apart[a] and labels.shape[a] > 1]:
             if _differ(self.atoms.roots(labels), axis) and not self._join_lines(labels, axis):
-                self.atoms.fix(labels, self._why(node))
+                if not self._adds_products(node):  # of zeros, what is gone adds nothing
+                    self.atoms.fix(labels, self._why(node))
                 return np.full((1,) * rank, NONE)
             labels = labels.max(axis=axis, keepdims=True)
         return labels
+
+    def _adds_products(self, node: NodeProto) -> bool:
+        """Whether `node` sums what a `Mul` makes, such as squares."""
+        made = self.net.makers().get(node.input[0])
+        return node.op_type == "ReduceSum" and made is not None and made.op_type == "Mul"
 
     def _is_one_for_all(self, joined: Labels, own: Labels) -> bool:
         """Whether `own` is one value for all channels of `joined`, such as a gate, a mask or a slope.
