@@ -190,6 +190,25 @@ def test_the_torch_backend_evaluates_what_the_module_does_outside_training(tmp_p
     np.testing.assert_allclose(made, module.eval()(x).detach(), atol=1e-6)
 
 
+class _Causal(nn.Module):
+    """An encoder and a decoder under a causal mask, without a hint that it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 8), nn.Linear(8, 3)
+        self.both = nn.Transformer(8, 2, 1, 1, 12, 0.0, batch_first=True)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.head(self.both(x, x, self.mask, self.mask).mean(1))
+
+
+def test_a_transformer_under_a_causal_mask_is_exported_with_pytorch_s_programs(tmp_path: Path) -> None:
+    bundle = export_bundle(_Causal(), torch.zeros(2, 5, 3), tmp_path / "b", name="b", target=CLASSIFICATION)
+    assert {"model.pt2", "model-eval.pt2"} <= bundle.manifest.parts.keys()
+
+
 # --- refusals
 
 
@@ -214,6 +233,14 @@ class _Probabilities(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.training else super().forward(x).softmax(1)
+
+
+class _ByHand(nn.Linear):
+    """A classifier that gives probabilities, without a softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x).exp()
+        return made / made.sum(1, keepdim=True)
 
 
 class _Sign(torch.autograd.Function):
@@ -306,7 +333,12 @@ REFUSED = {
     "item": (Odd(lambda _, y: y * y.max().item()), "a tensor's value as a Python number; keep it a tensor"),
     "selection": (Odd(lambda _, y: y[y[:, 0] > -1e9]), "picks entries by a mask.*use where"),
     "randomness": (Odd(lambda _, y: y + torch.randn_like(y)), "forward: operator 'randn_like'.*torch.nn.Dropout"),
-    "probabilities": (nn.Sequential(nn.Linear(5, 3), nn.Softmax(1)), "a softmax, and the loss .*; return the logits$"),
+    "probabilities": (nn.Sequential(nn.Linear(5, 3), nn.Softmax(1)), "and the loss takes a softmax itself; return the"),
+    "clamped probabilities": (
+        nn.Sequential(nn.Linear(5, 3), nn.Softmax(1), nn.Hardtanh(1e-7, 1 - 1e-7), nn.Flatten()),
+        "the loss takes a softmax itself; return the logits$",
+    ),
+    "probabilities by hand": (_ByHand(5, 3), "the loss takes a softmax itself; return the logits$"),
     "probabilities in evaluation": (_Probabilities(5, 3), "in evaluation only, and `predict`.*logits there too$"),
     "sort": (Odd(lambda _, y: y.sort(1).values), "forward: operator 'sort'.*ties"),
     "product": (Odd(lambda _, y: y.cumprod(1)), "forward: operator 'cumprod'.*cumsum"),

@@ -22,7 +22,7 @@ from edge_client import authored
 from edge_client.errors import ModelError
 from edge_export.draws import KEY, inputs, labels, moved
 from edge_export.dropout import Drops, repeatable
-from edge_export.modes import duplicate, in_evaluation, in_training
+from edge_export.modes import duplicate, in_evaluation, in_training, slow_paths
 from edge_export.proof import DRAWS, Arrays, Best
 from edge_export.rewriting import Rewriting
 from edge_export.witness import Step, Witness
@@ -107,7 +107,8 @@ def _saved(module: nn.Module, inputs: tuple[Tensor, ...], given: Collection[str]
     aliases = {k for k, t in module.named_parameters(remove_duplicate=False) if first[id(t)] in given}
     with torch.no_grad() if not module.training else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = torch.export.export(module, inputs, dynamic_shapes=({0: n}, None)[: len(inputs)])
+        with slow_paths():
+            program = torch.export.export(module, inputs, dynamic_shapes=({0: n}, None)[: len(inputs)])
         _read_under_first_names(program)
         for name, tensor in program.state_dict.items():
             if name in given or name in aliases:  # one stored zero; the flat vectors give the values

@@ -183,8 +183,8 @@ def proved_graphs(
     refuse_state(witness, example)
     train = train_graph(module, example, parameters, buffers, free, target)
     evaluation = eval_graph(module, example, parameters, buffers)
-    if isinstance(target, targets.Classification | targets.Sequence) and _maker(evaluation, "logits") == "Softmax":
-        raise ModelError(_no_softmax(module, example))
+    if isinstance(target, targets.Classification | targets.Sequence):
+        _refuse_probabilities(module, example, _maker(evaluation, "logits"))
     return Graphs(witness, example, found, train, evaluation, prove(witness, example, train, evaluation))
 
 
@@ -193,15 +193,25 @@ def _maker(graph: ModelProto, name: str) -> str:
     return next((str(node.op_type) for node in graph.graph.node if name in node.output), "")
 
 
-def _no_softmax(module: nn.Module, batch: Tensor) -> str:
-    """What to change in a classifier that ends with a softmax in evaluation, and perhaps in training."""
+def _refuse_probabilities(module: nn.Module, batch: Tensor, last: str) -> None:
+    """Raise ModelError for a classifier that returns probabilities, or whose operator `last` is a softmax."""
     with torch.no_grad():
-        trained: Tensor = in_training(duplicate(module))(batch.clone())
-    if torch.allclose(trained.sum(-1), torch.ones(())):
-        return "the module ends with a softmax, and the loss takes one itself; return the logits"
-    return (
-        "the module ends with a softmax in evaluation only, and `predict` takes one itself; return the logits there too"
-    )
+        trained = in_training(duplicate(module))(batch.clone())
+    if _sum_to_one(trained):
+        raise ModelError(
+            "the module ends with a softmax or other probabilities, and the loss takes a softmax itself; "
+            "return the logits"
+        )
+    if last == "Softmax" or _sum_to_one(_run(duplicate(module), batch)):
+        raise ModelError(
+            "the module ends with a softmax or other probabilities in evaluation only, and `predict` takes a softmax "
+            "itself; return the logits there too"
+        )
+
+
+def _sum_to_one(outputs: Tensor) -> bool:
+    """Whether the outputs of each sample are probabilities, perhaps clamped or with a small number added."""
+    return bool((outputs >= 0).all()) and torch.allclose(outputs.sum(-1), torch.ones(()), atol=1e-3)
 
 
 class _Named(nn.Module):
