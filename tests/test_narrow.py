@@ -23,6 +23,7 @@ from edge_client.training.narrowed import Embedded
 
 torch = pytest.importorskip("torch")
 from edge_export import export_bundle  # noqa: E402
+from edge_export.groups import _without  # noqa: E402
 from exported import SHARED, exported  # noqa: E402
 from torch import Tensor as T  # noqa: E402
 from torch import nn  # noqa: E402
@@ -482,6 +483,13 @@ def test_a_group_whose_cut_graph_would_run_batches_of_one_size_alone_is_named_in
     example, target = torch.zeros(2, 1, 6, 7), Classification(classes=5)
     m = export_bundle(Filters(), example, tmp_path / "b", name="b", target=target).manifest
     assert (m.groups, m.stopped) == ((), ("a: an operator merges them with the samples of a batch",))
+
+
+def test_of_two_groups_that_only_together_have_a_fault_the_second_is_left_out() -> None:
+    first, second, third = (between(4, name, f"{name}.read") for name in "abc")
+    stopped: list[str] = []
+    kept = _without(lambda g: "why" if first in g and second in g else "", (first, second, third), stopped)
+    assert (kept, stopped) == ((first, third), ["b: why"])
 
 
 def test_a_group_of_which_a_graph_cannot_lose_all_but_one_channel_is_named_instead(tmp_path: Path) -> None:

@@ -44,12 +44,16 @@ def with_groups(manifest: Manifest, graphs: Mapping[str, onnx.ModelProto]) -> Ma
 
 
 def _without(fault: Fault, groups: tuple[ChannelGroup, ...], stopped: list[str]) -> tuple[ChannelGroup, ...]:
-    """The groups that have no `fault`; for the others a line joins `stopped`."""
+    """The groups that have no `fault`, alone and together with those before; for the others a line joins `stopped`."""
     if not groups or not fault(groups):
         return groups
-    faults = {group.name: fault([group]) for group in groups}
-    stopped += [f"{name}: {why}" for name, why in faults.items() if why]
-    return tuple(group for group in groups if not faults[group.name])
+    kept: list[ChannelGroup] = []
+    for group in groups:
+        if why := fault([*kept, group]):
+            stopped.append(f"{group.name}: {why}")
+        else:
+            kept.append(group)
+    return tuple(kept)
 
 
 def _halves(groups: Sequence[ChannelGroup]) -> Channels:
