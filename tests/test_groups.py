@@ -219,6 +219,12 @@ def test_a_layer_is_named_with_the_first_operator_that_stops_it() -> None:
     assert (made.groups, made.stopped) == ((), ("a: Conv mixes them",))
 
 
+def test_a_layer_of_one_channel_has_no_line() -> None:
+    body = "h = Gemm <transB = 1> (x, a) g = Gemm <transB = 1> (h, b) y = Mul(h, g) logits = Gemm <transB = 1> (y, o)"
+    made = found(Graph((5,), {"a": (7, 5), "b": (1, 7), "o": (3, 7)}, body, {}, {}))
+    assert ([g.name for g in made.groups], made.stopped) == (["a"], ())
+
+
 @pytest.mark.parametrize(
     ("end", "tensors", "lines"),
     [

@@ -315,6 +315,19 @@ class _Upsampled(nn.Module):
         return self.head(self.second(x).relu().mean((2, 3)))
 
 
+class _Enlarged(nn.Module):
+    """Channels that become pixels, four of each channel that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(2, 24, 1), nn.Conv2d(6, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        x = nn.functional.pixel_shuffle(self.first(x), 2).relu()
+        return self.head(self.second(x).relu().mean((2, 3)))
+
+
 class _Shuffled(nn.Module):
     """Half of the channels pass by a layer, and a shuffle mixes both halves."""
 
@@ -422,6 +435,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_transformer, (6, 3), {"1.self_attn": 4, "1.linear1": 16}),
         (_GroupNorms, (2, 6, 6), {"stem.0": 2, "deep.0": 2}),
         (_Upsampled, (2, 6, 6), {"first": 8, "second": 6}),
+        (_Enlarged, (2, 6, 6), {"first": 6, "second": 8}),
         (_Shuffled, (2, 6, 6), {"first.weight:0": 6, "first.weight:6": 6, "layer": 6}),
         (_Embedded, (6, 2), {"words": 6, "units": 5, "letters": 8, "wide": 4}),
         (_Cells, (6, 3), {"first": 6, "second": 8}),

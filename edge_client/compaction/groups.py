@@ -64,8 +64,9 @@ def _collected(found: Labelled) -> Found:
     for family, channels in families.items():
         if len(channels) < 2:
             for k, _ in family:
-                if atoms.roles[located.axes[k]] == "makes":
-                    stopped.setdefault(located.axes[k][0], "all its channels hang together")
+                name, axis = located.axes[k]
+                if atoms.roles[name, axis] == "makes" and atoms.tensors[name][axis] > 1:
+                    stopped.setdefault(name, "all its channels hang together")
             continue
         groups.append(_group(atoms, located, family, channels, forward))
     groups.sort(key=lambda g: min((forward.get(p.tensor, len(forward)), p.of(g.size).min()) for p in g.at("makes")))

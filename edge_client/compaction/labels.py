@@ -114,10 +114,16 @@ class Labelled:
         return True
 
     def _lines(self, labels: Labels, axis: int, node: NodeProto) -> Labels:
-        """The label of every entry of `axis`. Labels that differ within an entry are fixed, and the entry has none."""
+        """The label of every entry of `axis`.
+
+        Labels that differ within an entry are joined. If that leaves one channel, they are fixed, and have none.
+        """
         roots = np.moveaxis(self.atoms.roots(labels), axis, 0).reshape(labels.shape[axis], -1)
         known = np.where(roots == ANY, roots.max(axis=1, keepdims=True), roots)
         one = (known == known[:, :1]).all(axis=1)
+        if not one.all() and (known >= 0).all() and (known.max(axis=1) != known.max()).any():
+            self.atoms.join(known, known.max(axis=1, keepdims=True))
+            return self.atoms.roots(known[:, 0])
         self.atoms.fix(roots[~one], self._why(node))
         return np.where(one, known[:, 0], NONE)
 
