@@ -131,6 +131,13 @@ def test_join_imports_no_server_and_no_torch(tmp_path: Path) -> None:
     assert "BAD []" in done.stdout
 
 
+@pytest.mark.parametrize("group", ["federation", "bench"])
+def test_a_group_has_no_option_that_changes_the_shell_and_looks_as_all_others_do(group: str) -> None:
+    said = run(group, "--help").stdout
+    assert "completion" not in said
+    assert said.startswith("Usage: ")
+
+
 def test_wrong_usage_ends_with_code_2() -> None:
     assert run("join").returncode == ExitCode.CONFIG
     assert run("nonsense").returncode == ExitCode.CONFIG

@@ -21,6 +21,7 @@ from coord_server.operator.client import Operator
 from coord_server.operator.show import look, overview, settings_table, show_live
 from edge_client import toml
 from edge_client.bundle import Bundle
+from edge_client.cli import PLAIN
 from edge_client.errors import ConfigError, first_fault
 from edge_client.files import write_whole
 from edge_client.named_bundles import bundle_folder
@@ -29,7 +30,7 @@ from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import without_repeats
 
-app = typer.Typer(help="Create, watch and steer federations on a coordinator.", no_args_is_help=True)
+app = typer.Typer(help="Create, watch and steer federations on a coordinator.", no_args_is_help=True, **PLAIN)
 
 Url = Annotated[str, typer.Option(envvar="MASKFLEET_URL", help="The coordinator's address.")]
 TokenFile = Annotated[Path, typer.Option(help=f"File with the operator's token, unless {OPERATOR_ENV} is set.")]

@@ -21,6 +21,7 @@ from edge_client.bench import report as reports
 from edge_client.bench.subject import Subject, find_subject
 from edge_client.bench.training import Training, made_data, training
 from edge_client.bench.variants import MAKERS, Variant
+from edge_client.cli import PLAIN
 from edge_client.errors import ConfigError
 from edge_client.files import write_whole
 from edge_client.measure import engines, machine
@@ -52,9 +53,7 @@ app = typer.Typer(
     cls=_WithDefault,
     help="Measure models: latency, memory, energy, training. `bench MODEL...` is `bench run MODEL...`.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    **PLAIN,
 )
 
 
