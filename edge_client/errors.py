@@ -156,6 +156,8 @@ def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()
     value = "" if unseen or tables else f" = {_SHOWN.repr(first['input'])}"  # tables fill a screen
     why = first["msg"].removeprefix("Value error, ")  # pydantic's, before a validator's own sentence
     why = SENTENCES.get(first.get("ctx", {}).get("pattern", ""), why)
+    if first["type"] == "tuple_type":  # TOML and JSON know lists alone
+        why = "give a list, in brackets"
     if first["type"] == "extra_forbidden":
         why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")
     return f"{where}{value}: {why}"

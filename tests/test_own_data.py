@@ -52,6 +52,7 @@ def manifest(shape: tuple[int, ...], classes: int) -> Manifest:
         ({"name": "images", "path": "x", "factory": "a.py:b"}, "factory = 'a.py:b': .*it is for python"),
         ({"name": "digits", "alhpa": 1}, r"alhpa = 1: there is no such setting; did you mean 'alpha'\?"),
         ({"name": "images", "path": "x", "size": 0}, r"size = 0: give a side of 1 to 4096 pixels, or \[h"),
+        ({"name": "images", "path": "x", "mean": 0.5}, "mean = 0.5: give a list, in brackets"),
         ({"name": "images", "path": "x", "size": [0, 5]}, r"size = \[0, 5\]: give a side of 1"),
         ({"name": "images", "path": "x", "size": [5]}, r"size = \[5\]: give a side of 1"),
         ({"name": "imags"}, "name = 'imags': there is no such data set; .*did you mean 'images'"),
