@@ -246,6 +246,13 @@ def test_groups_that_a_division_cannot_keep_whole_are_refused(tmp_path: Path) ->
         divide(few, 0)
 
 
+def test_too_few_samples_are_refused_with_how_many_the_devices_take(tmp_path: Path) -> None:
+    for devices, words in ((1, "devices = 1 takes 10 samples, .* there are 5"), (2, "devices = 2 takes 20 samples")):
+        few = saved(tmp_path, x=X[:5], y=Y[:5]).model_copy(update={"devices": devices})
+        with pytest.raises(ConfigError, match=f"{words}.*or more samples"):
+            divide(few, 0)
+
+
 def test_a_feature_that_is_constant_in_training_stays_small_when_standardised(tmp_path: Path) -> None:
     x = np.concatenate([np.full((120, 1), 0.1), np.zeros((120, 1)), X * 1e-8], axis=1)
     config = saved(tmp_path, x=x, y=Y, owner=np.repeat([0, 1], 60)).model_copy(update={"standardise": True})

@@ -149,7 +149,10 @@ def deal(config: DataConfig, s: Samples, seed: int) -> NDArray[np.int64]:
     """
     count, n = config.count, len(s.y)
     if count * FEWEST > n:
-        raise ConfigError(f"{count} devices cannot each get {FEWEST} of {n} samples; use fewer devices")
+        raise ConfigError(
+            f"devices = {count} takes {count * FEWEST} samples, {FEWEST} each, and there are {n}; "
+            "use fewer devices, or more samples"
+        )
     _, first, unit, size = np.unique(s.unit, return_index=True, return_inverse=True, return_counts=True)
     if len(size) < count:
         raise ConfigError(f"{count} devices cannot each get one of {len(size)} groups; use fewer devices")
