@@ -328,12 +328,12 @@ def test_a_cohort_larger_than_the_devices_is_named_and_the_heading_says_how_many
 ) -> None:
     file = tmp_path / "run.toml"
     text = 'bundle = "digits"\nrounds = 1\ncohort = {}\n[data]\nname = "digits"\ndevices = 3\n[methods.fedavg]\n'
-    for cohort, taking in ((2, 2), (3, 3), (4, 3)):
+    for cohort, taking in ((1, "1 device"), (2, "2 devices"), (3, "3 devices"), (4, "3 devices")):
         file.write_text(text.format(cohort))
         simulate_cli.simulate(file, labels=True)
         said = " ".join(capsys.readouterr().out.split())
-        assert f"rounds: 1 of {taking} devices" in said
-        assert ("cohort = 4, but there are 3 devices" in said) == (cohort == 4)
+        assert f"rounds: 1 of {taking} " in said
+        assert ("cohort = 4 is more than 3 devices" in said) == (cohort == 4)
 
 
 def test_what_is_said_of_the_numbers_to_predict_is_printed(

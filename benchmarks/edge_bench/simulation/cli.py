@@ -50,16 +50,15 @@ def _labels(
 
 def _heading(console: Console, config: SimulationConfig, bundle: Bundle, devices: Mapping[str, DeviceData]) -> None:
     """Print what is run, and warnings on the data."""
+    count, s = len(devices), "s" * (len(devices) > 1)
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
-        f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {config.data.called} on {len(devices)} devices, "
+        f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {config.data.called} on {count} device{s}, "
         f"{train} training and {test} {config.data.evaluate} samples; "
-        f"rounds: {config.rounds} of {min(config.cohort, len(devices))} devices"
+        f"rounds: {config.rounds} of {min(config.cohort, count)} device{'s' * (min(config.cohort, count) > 1)}"
     )
-    if config.cohort > len(devices):
-        advice.warn(
-            console, [f"cohort = {config.cohort}, but there are {len(devices)} devices; set it to that or less"]
-        )
+    if config.cohort > count:
+        advice.warn(console, [f"cohort = {config.cohort} is more than {count} device{s}; set it to that or less"])
     advice.warn(console, histogram.untested(devices, config.data.evaluate))
     advice.warn(console, histogram.off_scale(devices, bundle.manifest.input))
     advice.warn(console, histogram.uncentred(devices))
