@@ -56,8 +56,24 @@ def test_peers_decode_and_have_plausible_sizes(peer: str) -> None:
     assert (row.false_flips > 0) == (peer == "pyfusefilter")
 
 
-@pytest.mark.parametrize("arguments", [["--codecs", "gzip"], ["--flips", "2"], ["--flips", "x"], ["--params", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--codecs", "gzip"],
+        ["--flips", "2"],
+        ["--flips", "x"],
+        ["--params", "0"],
+        ["--params", "1.5"],
+        ["--params", "inf"],
+    ],
+)
 def test_wrong_options_are_named(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, ConfigError)
     assert arguments[1] in str(result.exception)
+
+
+def test_a_mask_without_flips_has_sizes_and_no_ratio_to_its_entropy_of_zero() -> None:
+    result = CliRunner().invoke(app, ["--params", "10", "--flips", "1e-9", "--codecs", "rice", "--repeats", "1"])
+    assert result.exit_code == 0, result.output
+    assert [cell.strip() for cell in result.output.split("│")[1:4:2]] == ["rice", "-"]

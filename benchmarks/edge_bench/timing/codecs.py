@@ -181,9 +181,10 @@ def bench(
     chances = numbers_of(rates, "--flips", float)
     if not all(0 < rate < 1 for rate in chances):
         raise ConfigError(f"--flips {rates}: a flip rate lies between 0 and 1")
-    sizes = [int(d) for d in numbers_of(params, "--params", float)]
-    if min(sizes) < 1:
-        raise ConfigError(f"--params {params}: a size is at least 1")
+    given = numbers_of(params, "--params", float)
+    if not all(d.is_integer() and d >= 1 for d in given):
+        raise ConfigError(f"--params {params}: a size is a whole number, at least 1")
+    sizes = [int(d) for d in given]
     console = plain_console(TABLE_WIDTH)
     check_writable(json_file)
     origin = provenance.origin()
@@ -208,7 +209,7 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(name, justify="right")
     for row in sorted(rows, key=lambda r: r.bits_per_parameter):
         table.add_row(
-            row.codec, f"{row.bits_per_parameter:.4f}", f"{row.bits_per_parameter / bound:.3f}",
+            row.codec, f"{row.bits_per_parameter:.4f}", f"{row.bits_per_parameter / bound:.3f}" if bound else "-",
             f"{row.encode_ns_per_parameter:.2f}", f"{row.decode_ns_per_parameter:.2f}",
             f"{125 / row.encode_ns_per_parameter:.1f}", f"{125 / row.decode_ns_per_parameter:.1f}",
             f"{row.false_flips:,}", f"{row.peak_bytes / 1e6:.1f}",
