@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,15 @@ def test_a_backend_that_is_not_installed_is_refused_before_a_token_is_used_up(tm
     with pytest.raises(ConfigError, match=r"no training backend 'abacus'; choose one of .*'onnxruntime'") as refused:
         device(tmp_path, Coordinator(), backend="abacus")
     assert exit_code(refused.value) == ExitCode.CONFIG
+
+
+def test_a_backend_without_its_package_is_refused_before_a_token_is_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "edge_client.training.torch", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match="training backend 'torch' needs torch, which is not installed"):
+        device(tmp_path, Coordinator(), backend="torch")
 
 
 def test_a_device_whose_backend_cannot_run_the_model_never_asks_for_work(

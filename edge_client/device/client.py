@@ -24,7 +24,6 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from edge_client.align import Align
-from edge_client.backends import installed
 from edge_client.bundle import digest
 from edge_client.data import DeviceData, read
 from edge_client.device.exchange import OVER, UNFIT, Exchange
@@ -51,6 +50,7 @@ from edge_client.measure.round_cost import RoundCost
 from edge_client.protocol.cost import Cost, in_words, to_header
 from edge_client.protocol.messages import Finish, Name, Personalise, Receipt, Report, Stopped, Train, Wait
 from edge_client.protocol.payload import decode, encode
+from edge_client.training import load_backend
 
 HOLD = 25.0  # seconds the coordinator may hold a request for work: below the usual 30 s of proxies
 LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link that breaks meanwhile costs the upload
@@ -127,7 +127,7 @@ class Client:
         if self.secret is not None and not _valid(Secret, self.secret):
             raise ConfigError(f"{self.secret!r} is not a secret; give an integer from 0 to 2**64 - 1, or none")
         if self.backend is not None:
-            installed(self.backend)
+            load_backend(self.backend)  # a missing package is found before the token is used
 
     @property
     def folder(self) -> Path:

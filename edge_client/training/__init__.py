@@ -6,6 +6,7 @@ Engines are entry points of the group `maskfleet.trainers`; `onnxruntime` is the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,12 +61,19 @@ class Trainer(Protocol):
         ...
 
 
-def open_trainer(backend: str, bundle: Bundle, threads: int = 1) -> Trainer:
-    """The trainer `backend` ("onnxruntime", "torch", "executorch") on `bundle`. Raises ConfigError for any other."""
+def load_backend(backend: str) -> Callable[[Bundle, int], Trainer]:
+    """What opens a bundle with the backend "onnxruntime", "torch" or "executorch", and a number of threads.
+
+    Raises ConfigError for any other, and for one whose package is missing.
+    """
     entry = installed(backend)
     try:
-        opened = entry.load()
+        opener: Callable[[Bundle, int], Trainer] = entry.load()
     except ImportError as error:
         raise needs(f"training backend {backend!r}", entry.module.partition(".")[0], error) from None
-    trainer: Trainer = opened(bundle, threads)
-    return trainer
+    return opener
+
+
+def open_trainer(backend: str, bundle: Bundle, threads: int = 1) -> Trainer:
+    """The trainer `backend` on `bundle`. Raises ConfigError as `load_backend` does."""
+    return load_backend(backend)(bundle, threads)

@@ -152,6 +152,8 @@ def federation(running: Fleet, emulated: Emulated, method: str, device: str) -> 
             secrets_of=secrets,
             python_of={device: [*python, str(file)]},
         )
+        if not file.is_file():
+            raise ProcessError(f"{device} on {side} ended without a word; see {running.folder / f'{method}-{side}'}")
         cost[side] = json.loads(file.read_text())
         print(f"{method}: {side}, {time.monotonic() - started:.0f} s", flush=True)
     data = running.devices[device]
