@@ -484,6 +484,79 @@ def test_channels_whose_sum_counts_what_they_emit_at_zero_form_no_group(
     assert groups or m.stopped == ("q: a sum over its channels counts what they emit at zero",)
 
 
+class _LinearAttention(nn.Module):
+    """Weights that are products of elu + 1, which is 1 at zero, over their sums: most of the error cancels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(3, 8), nn.Linear(3, 8), nn.Linear(3, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: T) -> T:
+        q, k = (nn.functional.elu(layer(x)) + 1 for layer in (self.q, self.k))
+        w = q @ k.transpose(1, 2)
+        out: T = self.head((w / w.sum(2, keepdim=True) @ self.v(x)).relu().mean(1))
+        return out
+
+
+class _InTraining(nn.Module):
+    """A factor that a step alone has: the evaluation graph knows nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(3, 8), nn.Linear(8, 5)
+
+    def forward(self, x: T) -> T:
+        h = self.a(x)
+        y: T = self.head(h.relu())
+        return y * (h.sigmoid() * h.sigmoid()).sum(1, keepdim=True) if self.training else y
+
+
+class _Decay(nn.Module):
+    """A sum that counts channels at zero, and a parameter of which only values below 1 give numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(3, 8), nn.Linear(8, 5)
+        self.decay = nn.Parameter(torch.full((5,), 0.5))
+
+    def forward(self, x: T) -> T:
+        h = self.a(x)
+        y: T = self.head(h.relu()) * (1 - self.decay * self.decay).sqrt()
+        return y * (h.sigmoid() * h.sigmoid()).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "sample", "gone"), [(_LinearAttention, (6, 3), "q"), (_InTraining, (3,), "a"), (_Decay, (3,), "a")]
+)
+def test_a_small_error_one_in_training_alone_and_one_beside_no_number_are_found(
+    make: Callable[[], nn.Module], sample: tuple[int, ...], gone: str, tmp_path: Path
+) -> None:
+    target = Classification(classes=5)
+    m = export_bundle(make(), torch.zeros(2, *sample), tmp_path / "b", name="b", target=target).manifest
+    assert gone not in {g.name for g in m.groups}
+    assert f"{gone}: a sum over its channels counts what they emit at zero" in m.stopped
+
+
+class _Scaled(nn.Module):
+    """A parameter without axes, as CLIP's scale of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(3, 8), nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.tensor(2.6))
+
+    def forward(self, x: T) -> T:
+        y: T = self.head(self.a(x).relu()) * self.scale.exp()
+        return y
+
+
+def test_a_parameter_without_axes_takes_no_group_away(tmp_path: Path) -> None:
+    example, target = torch.zeros(2, 3), Classification(classes=5)
+    m = export_bundle(_Scaled(), example, tmp_path / "b", name="b", target=target).manifest
+    assert ({g.name: g.size for g in m.groups}, m.stopped) == ({"a": 8}, ())
+
+
 def test_a_group_whose_cut_graph_would_run_batches_of_one_size_alone_is_named_instead(tmp_path: Path) -> None:
     class Filters(nn.Module):
         def __init__(self) -> None:
