@@ -71,8 +71,8 @@ def create_app(
     ):  # fmt: skip
         app.include_router(router)
     app.state.open_metrics = open_metrics
-    app.add_middleware(watch.Counted)
     app.add_middleware(head.Head)
+    app.add_middleware(watch.Counted)
     if allow_origins:  # outermost: it answers preflights, and every answer has its headers
         app.add_middleware(
             CORSMiddleware,

@@ -43,8 +43,8 @@ The rules
   of the attempt under way by the difference; a new `min_updates` counts at once, a new `cohort` from the next attempt.
   A cohort is never larger than at the creation: a round has so many places, which devices and methods count with. A
   new number of `rounds` is in force from the next round, because devices train the round under way with the old one;
-  hence it must leave a next round. `min_devices` can change while the federation recruits. A change that was made of
-  other settings than those there are is refused.
+  hence it must leave a next round. `min_devices` can change while the federation recruits. A change is
+  refused if the settings changed after its sender read them.
 
 The tables
 ----------

@@ -276,6 +276,9 @@ def test_a_compressed_body_is_refused_with_what_is_taken_instead(tmp_path: Path)
             await fleet.operator("POST", "/v1/bundles", gzip, content=manifest().to_bytes()),
             await fleet.operator("PATCH", "/v1/federations/fed", gzip, json={}),
         ]
+        both = [("Content-Encoding", "identity"), ("Content-Encoding", "gzip")]
+        second = await fleet.http.patch("/v1/federations/fed", json={}, headers=[*bearer(OPERATOR).items(), *both])
+        assert "Content-Encoding is 'identity, gzip'" in refused(second, "compressed")
         for answer in answers:
             assert "Content-Encoding is 'gzip'; send the body as it is" in refused(answer, "compressed")
             assert answer.headers["accept-encoding"] == "identity"

@@ -135,8 +135,12 @@ def test_a_device_whose_report_was_taken_has_its_last_downlink_counted_after_a_k
         async with served(tmp_path) as fleet:
             await fleet.federation("a", "bb")
             await whole(fleet, "a", "bb")
-            size = len(await fleet.fetch("a", await fleet.work("a")))
-            mine = bearer(credential("a"))
+            work, mine = await fleet.work("a"), bearer(credential("a"))
+            before = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()[0]["bytes_down"]
+            assert (await fleet.http.head(f"/v1/federations/fed/payloads/{work['downlink']}", headers=mine)).is_success
+            devices = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+            assert devices[0]["bytes_down"] == before  # nothing but headers went down
+            size = len(await fleet.fetch("a", work))
             sent = await fleet.http.put("/v1/federations/fed/devices/a/report", json=report, headers=mine)
             assert sent.status_code == 204
             async with served(tmp_path) as next_one:  # which has nothing but what is on disk

@@ -51,6 +51,11 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def test_a_head_of_zeros_with_the_classes_shares_as_its_bias_is_no_classifier_of_probabilities(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), _prior(nn.Linear(4, 3)))
+    export_bundle(module, torch.zeros(2, 5), tmp_path / "b", name="b", target=Classification(classes=3))
+
+
 @pytest.mark.parametrize("name", [n for n in CASES if n not in SLOW])
 def test_loss_gradients_statistics_and_outputs_equal_float64_autograd(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -241,6 +246,14 @@ class _ByHand(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         made = super().forward(x).exp()
         return made / made.sum(1, keepdim=True)
+
+
+def _prior(head: nn.Linear) -> nn.Linear:
+    """A head that begins with the classes' shares as its outputs, which no training keeps so."""
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.copy_(torch.tensor([0.7, 0.2, 0.1]))
+    return head
 
 
 class _Sign(torch.autograd.Function):

@@ -290,6 +290,10 @@ def test_head_is_answered_as_get_without_the_body_wherever_there_is_a_get(
             answered[head.status_code] += 1
             assert (await fleet.http.get("/v1/health")).status_code == 200  # on the same connection
         assert answered[200] > 12, answered
+        # No stream goes on after its headers: a viewer has 32 requests under way at most.
+        viewer = bearer((await fleet.operator("POST", "/v1/viewers", json={})).json()["token"])
+        for _ in range(40):
+            assert (await fleet.http.head("/v1/federations/fed/events", headers=viewer)).status_code == 200
         refused_ = await fleet.http.head("/v1/federations")
         assert (refused_.status_code, refused_.content, refused_.headers["www-authenticate"]) == (401, b"", "Bearer")
 

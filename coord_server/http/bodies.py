@@ -86,13 +86,13 @@ async def _message(scope: Scope, receive: Receive) -> Message:
         if body and JSON.match(headers.get("content-type", "")):
             _check_json(bytes(body))
     except Refusal as refusal:
-        scope[UNREADABLE], body = refusal, bytearray(b"null")  # no operation takes null, once its sender is known
+        scope[UNREADABLE], body = refusal, bytearray(b"null")  # no operation accepts null: refused after the token
     return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
 def check_coding(headers: Headers) -> None:
     """Refuse a compressed body: a small one can expand to any size, and updates are entropy coded. Raises Refusal."""
-    coding = headers.get("content-encoding", "identity").strip().lower()
+    coding = ", ".join(headers.getlist("content-encoding")).strip().lower()
     if coding not in ("", "identity"):
         raise Refusal("compressed", f"Content-Encoding is {coding[:40]!r}; send the body as it is, without that header")
 

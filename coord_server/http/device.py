@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import BaseModel
 
 from coord_server.bundles import bundle_shelf
-from coord_server.http import blobs, bodies
+from coord_server.http import blobs, bodies, head
 from coord_server.http.access import BundleDigest, Caller, Calling, Reading, RoundNumber, Served
 from coord_server.http.openapi import MANIFEST_SCHEMA, documented_query
 from coord_server.http.problems import documented
@@ -111,7 +111,8 @@ async def fetch_manifest(request: Request, reading: Reading, digest: BundleDiges
     await reading.served.bundles.receipt(digest)
     shelf, store = bundle_shelf(digest), reading.served.store.blobs
     answer = await blobs.immutable(request, store, shelf, digest, store.size(shelf, digest) or 0, "application/json")
-    reading.count(_length(answer))
+    if not head.asked(request):
+        reading.count(_length(answer))
     return answer
 
 
@@ -127,7 +128,8 @@ async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, n
     if store.size(shelf, sha256) != size:
         raise Refusal("not-found", f"part {name!r} of bundle {digest} has not been uploaded yet; PUT it first")
     answer = await blobs.immutable(request, store, shelf, sha256, size, blobs.BINARY)
-    reading.count(_length(answer))
+    if not head.asked(request):
+        reading.count(_length(answer))
     return answer
 
 
@@ -147,7 +149,8 @@ async def fetch_payload(
     answer = await blobs.immutable(
         request, served.store.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
     )
-    calling.live.fetched(calling.device, down, _length(answer))
+    if not head.asked(request):
+        calling.live.fetched(calling.device, down, _length(answer))
     return answer
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_ASKED = "maskfleet.head"  # where the scope says that a GET was a HEAD
 
 
 class Head:
@@ -21,4 +24,9 @@ class Head:
                 await send(message)
                 await send({"type": "http.response.body"})  # a stream sees that its reader has gone
 
-        await self._app({**scope, "method": "GET"}, receive, bodiless)
+        await self._app({**scope, "method": "GET", _ASKED: True}, receive, bodiless)
+
+
+def asked(request: Request) -> bool:
+    """Whether the answer goes without its body, so that nothing of it counts as fetched."""
+    return _ASKED in request.scope

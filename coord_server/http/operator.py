@@ -119,9 +119,9 @@ async def change_federation(
     response: Response,
     federation: FederationId,
     change: Change,
-    if_match: Annotated[str | None, Header(description="The ETag of the settings that the change was made of.")] = None,
+    if_match: Annotated[str | None, Header(description="The ETag that came with the settings.")] = None,
 ) -> Federation:
-    """With `If-Match` it is refused when the settings are others by now; without it they are overwritten.
+    """With `If-Match` it is refused if the settings changed since they were read; without it they are overwritten.
 
     `deadline_seconds` moves the deadline of the attempt under way too; `min_updates` counts at once.
 
@@ -129,7 +129,8 @@ async def change_federation(
     `min_devices` can change while the federation recruits. Everything else is fixed.
     """
     live = await served.find(federation)
-    await live.change(change, None if if_match in (None, "*") else blobs.tags(if_match))
+    tags = () if if_match is None else blobs.tags(if_match)
+    await live.change(change, None if if_match is None or "*" in tags else tags)
     return _tagged(live.summary(), response)
 
 

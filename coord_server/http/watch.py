@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
+from anyio import move_on_after
 from fastapi import APIRouter, Header, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -182,9 +183,9 @@ class Stream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for piece in self._events:
             body = {"type": "http.response.body", "body": piece.encode(), "more_body": True}
-            try:
-                await asyncio.wait_for(send(body), SLOW)
-            except asyncio.TimeoutError:
+            with move_on_after(SLOW) as limit:  # asyncio.wait_for can lose the cancellation that ends a stream
+                await send(body)
+            if limit.cancelled_caught:
                 if self._connection is not None:
                     self._connection.transport.abort()
                 return

@@ -334,8 +334,9 @@ class LiveFederation:
         new = change.model_dump(exclude_none=True)
         if change.rounds is not None:
             await self._method_state.check_rounds(change.rounds)
-        if new:
+        if new or seen is not None:
             await self._commits.submit(events.Changed(self._clock(), new, seen))
+        if new:
             said = ", ".join(f"{name} = {value:g}" for name, value in new.items())
             log.info("%s: changed by the operator: %s", self.id, said, extra={"federation": self.id})
             await self._call()  # fewer devices may now be enough to start

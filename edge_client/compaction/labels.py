@@ -313,13 +313,13 @@ class Labelled:
         labels = labels.reshape((1,) * (rank - labels.ndim) + labels.shape)
         for axis in [a for a in range(rank) if not apart[a] and labels.shape[a] > 1]:
             if _differ(self.atoms.roots(labels), axis) and not self._join_lines(labels, axis):
-                if not self._adds_products(node):  # of zeros, what is gone adds nothing
+                if not self._sums_products(node):  # of zeros, what is gone adds nothing
                     self.atoms.fix(labels, self._why(node))
                 return np.full((1,) * rank, NONE)
             labels = labels.max(axis=axis, keepdims=True)
         return labels
 
-    def _adds_products(self, node: NodeProto) -> bool:
+    def _sums_products(self, node: NodeProto) -> bool:
         """Whether `node` sums what a `Mul` makes, such as squares."""
         made = self.net.makers().get(node.input[0])
         return node.op_type == "ReduceSum" and made is not None and made.op_type == "Mul"

@@ -21,7 +21,7 @@ class Cut:
 
     `source` is the graph that is followed or, within a Scan, its body, and `nodes` are those written so far. Nodes that
     make a value of `done` are written already, as a part of an earlier one. `parameters`, moved or not, are zero in
-    what they lose. Where `lenient`, a sum over entries of which one factor has more is let pass.
+    what they lose. Where `lenient`, a sum may run over entries that one factor has lost.
     """
 
     def __init__(self, graph: GraphProto, shapes: dict[str, Shape | None], tensors: Mapping[str, Axes]) -> None:

@@ -162,7 +162,7 @@ def rows(methods: Mapping[str, Any]) -> Iterator[Row]:
 def result(
     origin: Mapping[str, Any], config: SimulationConfig, methods: Mapping[str, Any], failed: Mapping[str, str]
 ) -> SimulationResult:
-    """The whole file, from `provenance.origin`, the records of `record.simulated` and what ended other methods."""
+    """The whole file, from `provenance.origin`, the records of `record.simulated` and the errors of failed methods."""
     return SimulationResult(
         **origin,
         rows=list(rows(methods)),
