@@ -195,17 +195,17 @@ def _maker(graph: ModelProto, name: str) -> str:
 
 def _refuse_probabilities(module: nn.Module, batch: Tensor, last: str) -> None:
     """Raise ModelError for a classifier that returns probabilities, or whose operator `last` is a softmax."""
-    moved = duplicate(module)
+    moved = duplicate(module)  # a head of zeros with a prior as its bias has such outputs by chance
     with torch.no_grad():
-        for p in moved.parameters():  # a head of zeros with a prior as its bias has such outputs by chance
+        for p in moved.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).to(p.dtype))
-        trained = in_training(duplicate(moved))(batch.clone())
-    if _sum_to_one(trained):
+        trains = all(_sum_to_one(in_training(duplicate(m))(batch.clone())) for m in (module, moved))
+    if trains:
         raise ModelError(
             "the module ends with a softmax or other probabilities, and the loss takes a softmax itself; "
             "return the logits"
         )
-    if last == "Softmax" or _sum_to_one(_run(moved, batch)):
+    if last == "Softmax" or all(_sum_to_one(_run(duplicate(m), batch)) for m in (module, moved)):
         raise ModelError(
             "the module ends with a softmax or other probabilities in evaluation only, and `predict` takes a softmax "
             "itself; return the logits there too"
