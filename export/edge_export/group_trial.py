@@ -68,9 +68,9 @@ def _drawn(manifest: Manifest, axes: Mapping[str, Axes], draw: int) -> tuple[Arr
         "y": manifest.target.labels(n),
         "key": np.zeros(1, np.int64),
     }
-    small = dict(whole)
+    small, trained = dict(whole), {t.name for t in manifest.parameters}
     for t in (*manifest.parameters, *manifest.buffers):
-        least = -0.5 if draw % 2 and t in manifest.parameters else 0.5
+        least = -0.5 if draw % 2 and t.name in trained else 0.5
         scale = (3 / max(1, t.size // t.shape[0])) ** 0.5 if len(t.shape) > 1 else 0.0
         values = random.uniform(-scale, scale, t.shape) if scale else random.uniform(least, least + 1, t.shape)
         values = np.asarray(values, np.float32)
