@@ -53,7 +53,8 @@ def _seed() -> None:
 
 def test_a_head_of_zeros_with_the_classes_shares_as_its_bias_is_no_classifier_of_probabilities(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), _prior(nn.Linear(4, 3)))
-    export_bundle(module, torch.zeros(2, 5), tmp_path / "b", name="b", target=Classification(classes=3))
+    bundle = export_bundle(module, torch.zeros(2, 5), tmp_path / "b", name="b", target=Classification(classes=3))
+    assert bundle.manifest.d == 6 * 4 + 5 * 3
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in SLOW])

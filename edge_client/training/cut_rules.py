@@ -298,6 +298,7 @@ RULES: dict[str, Callable[[Cut, NodeProto], list[Axes]]] = {
 
 
 _MOVES = frozenset({"Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators that move a parameter's entries: what they make is zero in what it lost, too."""
 
 
 def follow(g: Cut, graph: GraphProto) -> None:

@@ -112,12 +112,13 @@ def _run(session: InferenceSession, given: Arrays) -> Arrays:
 
 def _alike(due: Arrays, made: Arrays) -> bool:
     """Whether every output is that which is due, up to `SAME` of the largest of its kind."""
-    most: dict[str, float] = {}
+    most = dict.fromkeys(SAME, 0.0)
     for name, value in due.items():
-        kind = name.partition(":")[0]
-        most[kind] = max(most.get(kind, 0.0), float(np.abs(value).max(initial=0)))
-    return all(
-        np.allclose(made[name], value, rtol=0, atol=SAME[kind] * most[kind])
-        for name, value in due.items()
-        for kind in (name.partition(":")[0],)
-    )
+        most[_kind(name)] = max(most[_kind(name)], float(np.abs(value).max(initial=0)))
+    atol = {kind: same * most[kind] for kind, same in SAME.items()}
+    return all(np.allclose(made[name], value, rtol=0, atol=atol[_kind(name)]) for name, value in due.items())
+
+
+def _kind(name: str) -> str:
+    """`grad` of the output `grad:0.weight`."""
+    return name.partition(":")[0]

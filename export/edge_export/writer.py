@@ -7,7 +7,7 @@ exports to the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,21 +195,32 @@ def _maker(graph: ModelProto, name: str) -> str:
 
 def _refuse_probabilities(module: nn.Module, batch: Tensor, last: str) -> None:
     """Raise ModelError for a classifier that returns probabilities, or whose operator `last` is a softmax."""
-    moved = duplicate(module)  # a head of zeros with a prior as its bias has such outputs by chance
     with torch.no_grad():
-        for p in moved.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).to(p.dtype))
-        trains = all(_sum_to_one(in_training(duplicate(m))(batch.clone())) for m in (module, moved))
+        trains = _gives_probabilities(module, lambda m: in_training(m)(batch.clone()))
     if trains:
         raise ModelError(
             "the module ends with a softmax or other probabilities, and the loss takes a softmax itself; "
             "return the logits"
         )
-    if last == "Softmax" or all(_sum_to_one(_run(duplicate(m), batch)) for m in (module, moved)):
+    if last == "Softmax" or _gives_probabilities(module, lambda m: _run(m, batch)):
         raise ModelError(
             "the module ends with a softmax or other probabilities in evaluation only, and `predict` takes a softmax "
             "itself; return the logits there too"
         )
+
+
+def _gives_probabilities(module: nn.Module, run: Callable[[nn.Module], Tensor]) -> bool:
+    """Whether what `run` makes of copies of `module` are probabilities, also of one with other parameters.
+
+    A head of zeros with a prior as its bias has such outputs by chance.
+    """
+    if not _sum_to_one(run(duplicate(module))):
+        return False
+    moved = duplicate(module)
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).to(p.dtype))
+    return _sum_to_one(run(moved))
 
 
 def _sum_to_one(outputs: Tensor) -> bool:
