@@ -43,8 +43,8 @@ The rules
   of the attempt under way by the difference; a new `min_updates` counts at once, a new `cohort` from the next attempt.
   A cohort is never larger than at the creation: a round has so many places, which devices and methods count with. A
   new number of `rounds` is in force from the next round, because devices train the round under way with the old one;
-  hence it must leave a next round. `min_devices` can change while the federation recruits. A change is
-  refused if the settings changed after its sender read them.
+  hence it must leave a next round. `min_devices` can change while the federation recruits. A change is refused if
+  the settings changed after its sender read them.
 
 The tables
 ----------
@@ -94,7 +94,7 @@ from coord_server.state import (
 from edge_client.protocol.messages import Change, Failure, FederationConfig, Phase
 
 __all__ = ["ACCEPTED", "PHASES", "STAGES", "State", "announced", "apply", "choose_cohort", "dump", "in_force", "lease",
-           "left", "load", "missing", "pending", "tag", "usable"]  # fmt: skip
+           "left", "load", "missing", "pending", "usable"]  # fmt: skip
 
 Signal = Literal["begin", "open", "close", "retry", "give_up", "advance", "end", "pause", "resume", "stop"]
 

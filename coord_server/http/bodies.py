@@ -52,7 +52,7 @@ class BoundedBody:
             if complete:  # after the last chunk only a disconnect can arrive
                 return await receive()
             if upload:
-                check_coding(Headers(scope=scope))
+                _check_coding(Headers(scope=scope))
             try:
                 message = await _within(self._patience, receive if upload else lambda: _message(scope, receive))
             except asyncio.TimeoutError:
@@ -82,7 +82,7 @@ async def _message(scope: Scope, receive: Receive) -> Message:
             raise too_long
         more = message.get("more_body", False)
     try:
-        check_coding(headers)
+        _check_coding(headers)
         if body and JSON.match(headers.get("content-type", "")):
             _check_json(bytes(body))
     except Refusal as refusal:
@@ -90,7 +90,7 @@ async def _message(scope: Scope, receive: Receive) -> Message:
     return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
-def check_coding(headers: Headers) -> None:
+def _check_coding(headers: Headers) -> None:
     """Refuse a compressed body: a small one can expand to any size, and updates are entropy coded. Raises Refusal."""
     coding = ", ".join(headers.getlist("content-encoding")).strip().lower()
     if coding not in ("", "identity"):

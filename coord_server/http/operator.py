@@ -129,8 +129,8 @@ async def change_federation(
     `min_devices` can change while the federation recruits. Everything else is fixed.
     """
     live = await served.find(federation)
-    tags = () if if_match is None else blobs.tags(if_match)
-    await live.change(change, None if if_match is None or "*" in tags else tags)
+    tags = blobs.tags("*" if if_match is None else if_match)
+    await live.change(change, None if "*" in tags else tags)
     return _tagged(live.summary(), response)
 
 
