@@ -50,12 +50,13 @@ def _labels(
 
 def _heading(console: Console, config: SimulationConfig, bundle: Bundle, devices: Mapping[str, DeviceData]) -> None:
     """Print what is run, and warnings on the data."""
-    count, s = len(devices), "s" * (len(devices) > 1)
+    count, drawn = len(devices), min(config.cohort, len(devices))
+    s = "s" * (count > 1)
     train, test = (sum(len(getattr(d, k)) for d in devices.values()) for k in ("y", "y_test"))
     console.print(
         f"{bundle.manifest.name}: {bundle.manifest.d:,} parameters; {config.data.called} on {count} device{s}, "
         f"{train} training and {test} {config.data.evaluate} samples; "
-        f"rounds: {config.rounds} of {min(config.cohort, count)} device{'s' * (min(config.cohort, count) > 1)}"
+        f"rounds: {config.rounds} of {drawn} device{'s' * (drawn > 1)}"
     )
     if config.cohort > count:
         advice.warn(console, [f"cohort = {config.cohort} is more than {count} device{s}; set it to that or less"])
@@ -127,7 +128,8 @@ def simulate(
     checked, opened, devices = open_simulation(
         config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
-    console, origin = plain_console(), provenance.origin()
+    console = plain_console()
+    origin = {} if json_file is None else provenance.origin()  # before anything runs: it has the load of others
     _heading(console, checked, opened, devices)
     if labels:
         _labels(console, checked, opened, devices, plot, json_file)
