@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edge_client.bundle import MANIFEST
-from edge_client.errors import BundleError, suggestion
+from edge_client.errors import ConfigError, suggestion
 
 
 def packaged() -> dict[str, Path]:
@@ -34,12 +34,12 @@ def bundle_path(name: str, beside: Path = Path()) -> Path:
 
 
 def bundle_folder(name: str, beside: Path, *others: str) -> Path:
-    """The folder of a bundle, by `bundle_path`. Raises BundleError, which also lists the `others` that are accepted."""
+    """The folder of a bundle, by `bundle_path`. Raises ConfigError, which also lists the `others` that are accepted."""
     folder = bundle_path(name, beside)
     if not (folder / MANIFEST).is_file():
         known = [*packaged(), *others]
         why = f"the folder {folder} holds no {MANIFEST}" if folder.is_dir() else f"there is no folder {folder}"
-        raise BundleError(
+        raise ConfigError(
             f"bundle {name!r}: {why}; name a bundle's folder, or one of {', '.join(known)}"
             f"{suggestion(Path(name).name, known)}"
         )

@@ -16,7 +16,7 @@ from coord_server.operator.cli import check_settings, read_settings
 from edge_client import cli, events
 from edge_client.bundle import MANIFEST, Init, Input, Layer, Manifest, Part, Tensor, digest
 from edge_client.commands.exit_codes import ExitCode
-from edge_client.errors import BundleError, ConfigError
+from edge_client.errors import ConfigError
 from edge_client.events import Event
 from edge_client.targets import Classification
 
@@ -153,7 +153,7 @@ def test_a_bundle_s_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     file.write_text('bundle = "digit"\nrounds = 1\n')
     folder = re.escape(str(tmp_path / "digit"))
     with pytest.raises(
-        BundleError, match=rf"bundle 'digit': there is no folder {folder}; name .*did you mean 'digits'"
+        ConfigError, match=rf"bundle 'digit': there is no folder {folder}; name .*did you mean 'digits'"
     ):
         create(file)
 
@@ -218,7 +218,7 @@ def test_inspect_shows_a_manifest_and_finds_a_damaged_part(tmp_path: Path) -> No
         assert text in done.stdout
     (tmp_path / "eval.onnx").write_bytes(b"grapf")
     assert run("bundle", "inspect", str(tmp_path)).returncode == ExitCode.MALFORMED
-    assert run("bundle", "inspect", str(tmp_path / "none")).returncode == ExitCode.MALFORMED
+    assert run("bundle", "inspect", str(tmp_path / "none")).returncode == ExitCode.CONFIG
 
 
 def test_a_log_repeats_a_wait_only_after_a_while(

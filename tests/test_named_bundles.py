@@ -10,7 +10,7 @@ from edge_bench.simulation.file import find_bundle
 from coord_server.operator import cli
 from edge_client.bundle import MANIFEST, WARNINGS, Bundle
 from edge_client.cli import build
-from edge_client.errors import BundleError
+from edge_client.errors import BundleError, ConfigError
 from edge_client.named_bundles import bundle_folder, packaged
 from edge_client.protocol.messages import Federation, FederationConfig
 
@@ -31,11 +31,11 @@ def test_a_folder_is_relative_to_the_file_that_names_it_and_dot_slash_means_no_p
     assert bundle_folder("./digits", tmp_path) == tmp_path / "digits"
     assert find_bundle(str(tmp_path / "mine")).manifest.name == "har"
     with pytest.raises(
-        BundleError, match="'nowhere': there is no folder nowhere; name a bundle's folder, or one of digits"
+        ConfigError, match="'nowhere': there is no folder nowhere; name a bundle's folder, or one of digits"
     ):
         bundle_folder("nowhere", Path())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BundleError, match=r"the folder .*empty holds no manifest.*digits.*har"):
+    with pytest.raises(ConfigError, match=r"the folder .*empty holds no manifest.*digits.*har"):
         bundle_folder("empty", tmp_path)
 
 
