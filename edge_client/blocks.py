@@ -83,8 +83,9 @@ def trained_layers(manifest: Manifest, layers: Iterable[Layer]) -> tuple[Layer, 
 
 
 def head(manifest: Manifest) -> Blocks:
-    """The weights and biases of the last layer."""
-    return tensors(manifest, {*manifest.layers[-1].weights, *manifest.layers[-1].biases})
+    """The trained weights and biases of the last layer."""
+    names = (*manifest.layers[-1].weights, *manifest.layers[-1].biases)
+    return tensors(manifest, {name for name in names if manifest.tensors[name].trainable})
 
 
 def weights(manifest: Manifest, layers: Iterable[Layer], without_gates: Collection[str] = ()) -> Blocks:

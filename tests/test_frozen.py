@@ -78,16 +78,23 @@ def test_frozen_tensors_never_change(name: str, seed: int | None) -> None:
             assert not np.array_equal(found.parameters, before)
 
 
-@pytest.mark.parametrize("settings", [{}, {"down": "float16"}, {"up": "eden:1"}])
-def test_what_a_device_sends_for_frozen_values_is_dropped(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({"name": "fedavg", **settings} for settings in ({}, {"down": "float16"}, {"up": "eden:1"})),
+        *({"name": name} for name in ("stc", "fedcode")),
+    ],
+)
+def test_what_a_device_sends_for_frozen_values_is_dropped(config: dict[str, Any]) -> None:
     """Its engine is faulty, or it is hostile."""
     m = frozen(*FROZEN)
-    there = Rounds(make_method({"name": "fedavg", **settings}), m, 4, trainer=NumpyMlp(m))  # which trains them too
-    before = there.state.parameters.copy()
+    there = Rounds(make_method(config), m, 4, trainer=NumpyMlp(m))  # which trains them too
+    before = there.course.model.parameters
     there.play("a", "b")
+    after = (there.state.model if config["name"] == "stc" else there.state).parameters
     for tensor in FROZEN:
-        assert np.array_equal(there.state.parameters[m.tensors[tensor].span], before[m.tensors[tensor].span])
-    assert not np.array_equal(there.state.parameters, before)
+        assert np.array_equal(after[m.tensors[tensor].span], before[m.tensors[tensor].span])
+    assert not np.array_equal(after, before)
 
 
 @pytest.mark.parametrize("name", ["fedmask", "signed", "bnn", "fedpm", "coupled", "deltamask"])
@@ -104,3 +111,31 @@ def test_a_bundle_whose_layers_before_the_head_are_frozen_has_nothing_to_mask(se
     there = Rounds(make_method({"name": "fedavg"}), frozen("0.w", "1.w"))
     with pytest.raises(ConfigError, match=r"no trained layer|has no other|no layer but the head"):
         make_method(settings).start(there.course)
+
+
+@pytest.mark.parametrize("name", ["fedpm", "deltamask", "coupled", "linear_probing"])
+def test_a_probed_head_is_what_is_trained_of_the_last_layer(name: str) -> None:
+    """Devices whose engine is faulty, or that are hostile, would move what is frozen of it too."""
+    m = frozen("2.w")
+    there = Rounds(make_method({"name": name}), m, 4, trainer=NumpyMlp(m))
+    there.play("a", "b")
+    assert there.up["a"].arrays["head"].size == there.state.head.size == m.tensors["2.b"].size
+    found, before = there.personal("a").parameters, there.course.model.parameters
+    assert np.array_equal(found[m.tensors["2.w"].span], before[m.tensors["2.w"].span])
+    assert not np.array_equal(found[m.tensors["2.b"].span], before[m.tensors["2.b"].span])
+
+
+@pytest.mark.parametrize("name", ["fedpm", "deltamask", "coupled"])
+@pytest.mark.parametrize("head", ["auto", "probe", "keep", "mask"])
+def test_no_round_probes_a_frozen_head(name: str, head: str) -> None:
+    m = frozen("2.w", "2.b")
+    there = Rounds(make_method({"name": name, "head": head}), m, 4, trainer=Trainer(m))
+    there.play("a", "b")
+    assert there.state.posterior.masks == 2
+    assert "head" not in there.up["a"].arrays
+
+
+def test_linear_probing_refuses_a_frozen_head() -> None:
+    there = Rounds(make_method({"name": "fedavg"}), frozen("2.w", "2.b"))
+    with pytest.raises(ConfigError, match="no trained layer to probe"):
+        make_method({"name": "linear_probing"}).start(there.course)

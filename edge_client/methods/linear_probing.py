@@ -72,9 +72,10 @@ class LinearProbing(Coded):
     # --- server half
 
     def start(self, course: Course) -> State:
-        if not course.model.manifest.layers:
-            raise ConfigError(f"bundle {course.model.manifest.name!r} has no layer to probe; choose another method")
-        return State(head(course.model.manifest).gather(course.model.parameters))
+        m = course.model.manifest
+        if not m.layers or not head(m).blocks:
+            raise ConfigError(f"bundle {m.name!r} has no trained layer to probe; choose another method")
+        return State(head(m).gather(course.model.parameters))
 
     def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
         return Payload({"head": state.head})

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, log, log2, sqrt
 from typing import Annotated, ClassVar
 
@@ -34,6 +34,7 @@ from edge_kernels.codecs.streams import Reader, framed
 from numpy.typing import NDArray
 from pydantic import Field
 
+from edge_client.blocks import frozen
 from edge_client.bundle import F32, Manifest, Model
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods import Influence, Range, Search
@@ -185,6 +186,8 @@ class STC(LocalSgd):
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         with decoding(f"the update of device {a.device!r} in round {a.round}"):
             change, statistics = self.read(a.model, state.model, coded(payload, UPDATE))
+        trained = ~frozen(a.model.manifest)[change.positions]  # what a faulty device sends for other values is dropped
+        change = replace(change, positions=change.positions[trained], negative=change.negative[trained])
         if np.abs(change.magnitudes).max(initial=0) > MOST:
             raise PayloadError(f"a change of device {a.device!r} is beyond {MOST:g}; lower the learning rate")
         return Update(change, statistics, count(payload, "samples", MAX_SAMPLES))
@@ -195,8 +198,8 @@ class STC(LocalSgd):
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """Magnitudes and statistics times `scale`."""
-        of, by = update.change, np.float32(scale)
-        change = Ternary(of.positions, of.negative, of.magnitudes * by, of.ends)
+        by = np.float32(scale)
+        change = replace(update.change, magnitudes=update.change.magnitudes * by)
         return Update(change, update.statistics * by, weight)
 
     def fold(

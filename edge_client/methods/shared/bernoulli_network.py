@@ -3,8 +3,8 @@
 - The layers named by `layers` are masked: their weights, and with `biases` their biases. The head is the bundle's last
   layer. With `head="probe"` federated averaging trains it as float32 in the first `probe_rounds` rounds (linear
   probing), then it is frozen; with `head="keep"` it stays as the bundle has it; with `head="mask"` it is masked like
-  any other layer. Every other parameter stays as the bundle has it, also what is frozen of a masked layer. Batch-norm
-  statistics follow a device's own training and never leave it.
+  any other layer. A head that the bundle freezes is kept. Every other parameter stays as the bundle has it, also what
+  is frozen of a masked or probed layer. Batch-norm statistics follow a device's own training and never leave it.
 - A pre-trained bundle (weights from a file, not from a seed) must not end below its start. So a trained head is kept,
   only dense layers are masked unless `layers` names others, the frozen weights are divided by theta0, so that the
   expected network is the pre-trained one, and the global model is that expected network.
@@ -55,6 +55,8 @@ class MaskedNetwork(Method):
                 f"bundle {model.manifest.name!r} has no layer to mask (linear, convolution or LSTM); choose another "
                 "method"
             )
+        if not head(model.manifest).blocks:
+            return "keep"
         if self.head != "auto":
             return self.head
         return "keep" if trained_head(model) else "probe"
