@@ -12,7 +12,8 @@ from numpy_mlp import NumpyMlp, clusters, course, mlp
 from rounds import Rounds
 
 from edge_client.bundle import F32, Manifest
-from edge_client.errors import PayloadError
+from edge_client.errors import ConfigError, PayloadError
+from edge_client.methods import make_method
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.feddr import FedDR, Kept, reflected
 from edge_client.methods.fedmap import DouglasRachford, FedMap
@@ -176,6 +177,20 @@ def test_a_reflection_replaces_the_devices_last_one_in_the_mean_also_when_its_we
         assert fleet.state.parameters == pytest.approx(due, abs=1e-5, rel=1e-6)
 
 
+def test_the_momentum_of_the_server_moves_beyond_the_mean_of_the_reflections() -> None:
+    fleet = Rounds(FedDR(server_momentum=0.9), M, rounds=9)
+    theta, velocity = fleet.state.parameters.astype(np.float64), np.zeros(4)
+    for sent, agrees in (([1, 2, 3, 4], False), ([4, 5, 6, 9], True), ([30, 20, 20, 10], True)):
+        fleet.close({"a": Payload({"parameters": np.array(sent, np.float32), "buffers": NONE}, {"samples": 1})})
+        change = np.array(sent) - theta
+        lengths = np.linalg.norm(change) * np.linalg.norm(velocity)
+        momentum = min(0.9, max(0.0, change @ velocity / lengths)) if agrees else 0.0
+        assert (momentum > 0) == agrees
+        velocity = change + momentum * velocity
+        theta += change + momentum * velocity
+        assert fleet.state.parameters == pytest.approx(theta, rel=1e-5)
+
+
 def one_step(kept: Kept | None) -> tuple[Local, F32, Any]:
     m = mlp(6, 5, 3)
     c, method = course(m), FedDR(eta=0.3, alpha=0.9, epochs=1, batch=40, lr=0.1)
@@ -225,3 +240,14 @@ def test_a_hostile_reflection_is_refused() -> None:
         update = Payload({**local.update.arrays, **arrays}, local.update.meta)
         with pytest.raises(PayloadError):
             method.read_update(Assignment(c, 1, "a"), method.start(c), None, update)
+
+
+@pytest.mark.parametrize("settings", [{"name": "feddr", "alpha": 2.5}, {"name": "fedmap", "dr": {"later_alpha": 2.5}}])
+def test_a_relaxation_beyond_two_which_diverges_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"alpha = 2\.5: .*less than or equal to 2"):
+        make_method(settings)
+
+
+def test_settings_of_a_splitting_that_has_ended_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"setting dr: later = 'fedavg' .* later_eta and later_alpha change nothing"):
+        make_method({"name": "fedmap", "dr": {"later": "fedavg", "later_alpha": 1.5}})

@@ -433,6 +433,8 @@ def test_the_same_round_is_the_same_bytes(method: Method) -> None:
         ({"name": "lattice", "LR": 3}, "LR = 3: there is no such setting; did you mean 'lr'"),
         ({"name": "fedavg", "lr": True}, "lr = True"),
         ({"name": "lattice", "epochs": "4"}, "epochs = '4'"),
+        ({"name": "fedavg", "down": "topk"}, "^method 'fedavg', setting conflict: down = 'topk' loses too much"),
+        ({"name": "coupled", "theta0": 0.001}, "^method 'coupled', setting conflict: theta0 = 0.001 lies outside"),
     ],
 )
 def test_a_wrong_method_or_setting_is_named(table: dict[str, Any], word: str) -> None:

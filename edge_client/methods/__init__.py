@@ -315,4 +315,5 @@ def make_method(config: dict[str, Any]) -> Method:
     try:  # as JSON: strict rules then take its lists for lists, tuples and sets alike
         return kind.model_validate_json(json.dumps(settings, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError(f"method {name!r}, setting {first_fault(error, names=kind.model_fields)}") from None
+        fault = first_fault(error, "conflict", kind.model_fields)  # two settings that do not go together
+        raise ConfigError(f"method {name!r}, setting {fault}") from None

@@ -103,7 +103,7 @@ class FedDR(FedAvg):
     """The reflection is no change that a residual could be added to."""
     eta: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """The larger, the less the proximal term holds x near y."""
-    alpha: Annotated[float, Field(gt=0, lt=10)] = 0.95
+    alpha: Annotated[float, Field(gt=0, le=2)] = 0.95
     """Relaxation of y: how far it moves towards the global model."""
     weights: Literal["uniform", "samples"] = "uniform"
     """`samples`: a device counts as its training samples."""

@@ -127,13 +127,19 @@ class DouglasRachford(BaseModel):
 
     eta: Annotated[float, Field(gt=0, le=1e9)] = 10.0
     """The larger, the less the proximal term holds x near y."""
-    alpha: Annotated[float, Field(gt=0, lt=10)] = 1.2
+    alpha: Annotated[float, Field(gt=0, le=2)] = 1.2
     switch: Annotated[int, Field(ge=1)] = 1
     later: Literal["feddr", "fedavg"] = "feddr"
     """`fedavg`: without splitting after the switch (C1)."""
     later_eta: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    later_alpha: Annotated[float, Field(gt=0, lt=10)] | None = None
+    later_alpha: Annotated[float, Field(gt=0, le=2)] | None = None
     """1.75 in the paper's C2 on FEMNIST."""
+
+    @model_validator(mode="after")
+    def _used(self) -> DouglasRachford:
+        if self.later == "fedavg" and (self.later_eta or self.later_alpha):
+            raise ValueError("later = 'fedavg' is plain averaging, so later_eta and later_alpha change nothing")
+        return self
 
     def after(self, prunings: int) -> DouglasRachford | None:
         """The settings after so many prunings; None for plain averaging."""
