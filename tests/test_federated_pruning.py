@@ -56,6 +56,18 @@ def test_live_values_become_the_weighted_mean_and_pruned_ones_wait() -> None:
     assert fleet.state.units.tobytes() == before.units.tobytes()
 
 
+def test_statistics_are_averaged_by_samples() -> None:
+    statistic = Tensor(name="mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0.5))
+    fleet = Rounds(FederatedPruning(), M.model_copy(update={"buffers": (statistic,)}))
+    sent = {}
+    for d, samples, mean in (("a", 1, 2.0), ("b", 3, 6.0)):
+        arrays = {**filled(fleet, 0.0).arrays, "buffers": np.full(2, mean, np.float32)}
+        sent[d] = Payload(arrays, {"samples": samples})
+    fleet.close(sent)
+    assert fleet.state.buffers.tolist() == [5, 5]
+    assert fleet.ask("c").arrays["buffers"].tolist() == [5, 5]
+
+
 def test_a_pruned_unit_returns_with_its_old_values_when_others_shrink() -> None:
     fleet = Rounds(FederatedPruning(every=2), M)
     before = chosen(fleet.state)

@@ -321,6 +321,11 @@ def test_statistics_are_averaged_or_stay_on_the_device() -> None:
         assert ("buffers" in p.local["a"].update.arrays) == ("buffers" in p.ask("c").arrays) == (how == "mean")
         assert p.receive("a").buffers.tolist() == ([60 + 90.0] * 2 if how == "mean" else [90.0] * 2)
         assert p.receive("c").buffers.tolist() == ([60 + 90.0] * 2 if how == "mean" else [90.0] * 2)
+        model, a, before = p.personal("a"), Assignment(p.course, p.round, "a"), p.states[-1]
+        assert p.method.of_device(p.course, p.state, p.records["a"], model) is (model if how == "mean" else None)
+        update = p.method.read_update(a, before, p.records["a"], p.local["a"].update)
+        moved = p.method.influence(a, before, update).statistics
+        assert moved == pytest.approx(30 * 2**0.5 if how == "mean" else 0)  # a batch of 20 and one of 10
 
 
 @pytest.mark.parametrize(("rounds", "changed", "played"), [(4, 8, 4), (8, 12, 2), (8, 5, 3)])

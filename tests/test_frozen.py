@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from edge_kernels.codecs import values
 from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp, model
 from rounds import M, Rounds
@@ -76,6 +77,16 @@ def test_frozen_tensors_never_change(name: str, seed: int | None) -> None:
                 span = m.tensors[tensor].span
                 assert np.array_equal(found.parameters[span], before[span])
             assert not np.array_equal(found.parameters, before)
+
+
+def test_frozen_values_count_as_nothing_in_a_coded_downlink() -> None:
+    """A device has them. A norm or a rotation that holds them would blur all others."""
+    m = frozen(*FROZEN)
+    there = Rounds(make_method({"name": "fedavg", "down": "float16"}), m, 4, trainer=Trainer(m))
+    there.play("a")
+    sent = values.decode("float16", there.ask("a").arrays["parameters.float16"].tobytes(), m.d, 0)
+    for t in m.parameters:
+        assert sent[t.span].any() == t.trainable
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,16 @@ def test_hessian_free_is_the_gradient_of_the_meta_objective() -> None:
     assert trained(one("hf", delta=0.01), q) == pytest.approx(w - BETA * meta, rel=1e-3)
 
 
+def test_outer_steps_have_momentum_and_inner_steps_have_none() -> None:
+    q, w = quadratic(), course(QUADRATIC).model.parameters.astype(np.float64)
+    velocity = np.zeros(4)
+    for _ in range(2):
+        ahead = w - ALPHA * q.hessian @ (w - q.centre)
+        velocity = 0.5 * velocity + q.hessian @ (ahead - q.centre)
+        w = w - 0.01 * velocity
+    assert trained(one("fo", lr=0.01, epochs=2, momentum=0.5), q) == pytest.approx(w, rel=1e-5)
+
+
 def test_hessian_free_is_first_order_plus_the_curvature_term() -> None:
     q, w = quadratic(), course(QUADRATIC).model.parameters.astype(np.float64)
     v = q.hessian @ (w - ALPHA * q.hessian @ (w - q.centre) - q.centre)
