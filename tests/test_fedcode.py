@@ -140,6 +140,7 @@ def test_a_codebook_alone_moves_the_devices_own_weights() -> None:
     for _ in range(2):
         fleet.play("a")
     own, codebook = fleet.kept["a"].model.parameters, fleet.ask("a").arrays["codebook"]
+    assert np.array_equal(np.unique(own), fleet.local["a"].update.arrays["codebook"])  # a device keeps what it sent
     due = codebook[np.abs(own[:, None] - codebook).argmin(axis=1)]
     assert np.abs(fleet.receive("a").parameters - due).max() < 1e-6
 

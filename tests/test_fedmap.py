@@ -590,6 +590,21 @@ def test_federated_pruning_sends_the_mask_to_devices_that_do_not_hold_it() -> No
         assert received.theta.tobytes() == np.where(unmasked(M, mask), p.state.theta, np.float32(0)).tobytes()
 
 
+@pytest.mark.parametrize("schedule", ["step", "continuous"])
+def test_the_last_model_of_federated_pruning_has_the_mask_that_it_was_trained_under(schedule: str) -> None:
+    p = play(lin(schedule=schedule), rounds=8).run(8)
+    trained = p.received["a"].mask
+    assert np.array_equal(p.receive("a").mask, trained)
+    assert not np.array_equal(p.method.chosen(p.course, 8, p.state.theta), trained)  # another pick would differ
+
+
+def test_a_device_of_federated_pruning_may_keep_its_statistics() -> None:
+    m = M.model_copy(update={"buffers": (Tensor(name="n", shape=(1,), offset=0, init=Init(kind="constant", scale=7)),)})
+    p = play(lin(statistics="local"), m=m).run(2)
+    p.kept["a"] = replace(p.kept["a"], buffers=np.ones(1, np.float32))
+    assert [p.receive(d).buffers.tolist() for d in "ad"] == [[1], [7]]
+
+
 def test_a_device_of_federated_pruning_without_the_mask_is_lost() -> None:
     p = play(lin()).run(3)
     held = p.kept["a"]

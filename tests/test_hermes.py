@@ -258,6 +258,32 @@ def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device() -> N
     assert method.personal(t, kept, got).buffers.tolist() == [12.5] * 2
 
 
+class Guessing(Counting):
+    """Right about class 0 alone; about every class where the statistics are 1."""
+
+    def logits(self, parameters: F32, buffers: F32, x: Any) -> F32:
+        known = clusters(self.manifest, 1)
+        right = np.array([known.y[(known.x == sample).all(axis=1)][0] for sample in x])
+        return np.eye(3, dtype=np.float32)[right * int(buffers.all())]
+
+    def narrow(self, kept: Channels) -> Guessing:
+        return Guessing(narrow(self.manifest, kept).manifest)
+
+
+def test_a_device_is_scored_with_its_own_statistics_and_no_one_else_knows_its_model() -> None:
+    """A third of the samples are of class 0."""
+    statistics = Tensor(name="mean", shape=(2,), offset=0, init=Init(kind="constant", scale=0))
+    m = M.model_copy(update={"buffers": (statistics,)})
+    data = replace(clusters(m, 1), x_val=clusters(m, 1).x, y_val=clusters(m, 1).y)
+    there = Rounds(Hermes(epochs=1, batch=40), m, data={"a": data}, trainer=Guessing(m))
+    pruned = []
+    for _ in range(2):
+        there.play("a")
+        pruned.append("structure" in there.ask("a").meta)
+    assert pruned == [False, True]
+    assert there.method.of_device(there.course, there.state, there.records["a"], there.personal("a")) is None
+
+
 def test_a_device_whose_last_units_did_not_count_ends_with_them_and_the_server_does_not_name_a_model_its() -> None:
     there = Rounds(Hermes(threshold=-1), M, 3, data={d: clusters(M, i) for i, d in enumerate("ab")})
     there.play("a", "b")

@@ -168,10 +168,12 @@ def test_a_device_that_holds_another_model_recovers_with_the_updates_since_the_b
 
 def test_a_device_whose_update_did_not_count_skips_what_it_has() -> None:
     fleet = Rounds(STC(epochs=1))
-    fleet.play("a", "b")
+    for _ in range(2):
+        fleet.play("a", "b")
     before = fleet.records["a"]
     fleet.play("a", "b")
     fleet.records["a"] = before
+    assert (fleet.ask("a").meta["since"], fleet.kept["a"].version) == (1, 2)
     assert fleet.receive("a").model.parameters.tobytes() == fleet.state.model.parameters.tobytes()
 
 
@@ -198,8 +200,11 @@ def test_influence_is_the_norm_of_the_change_and_limited_scales_it() -> None:
     update = fleet.method.read_update(a, start, None, fleet.local["a"].update)
     norm = fleet.method.influence(a, start, update).norm
     assert norm == pytest.approx(np.linalg.norm(update.change.dense(M.d)), rel=1e-5)
-    half = fleet.method.limited(a, start, update, 0.5, 2.0)
-    assert fleet.method.influence(a, start, half).norm == pytest.approx(norm / 2, rel=1e-5)
+    update = replace(update, statistics=np.array([3, -4], np.float32))
+    assert fleet.method.influence(a, start, update).statistics == 5
+    half = fleet.method.influence(a, start, fleet.method.limited(a, start, update, 0.5, 2.0))
+    assert half.norm == pytest.approx(norm / 2, rel=1e-5)
+    assert (half.statistics, half.weight) == (2.5, 2.0)
 
 
 def test_the_papers_bytes_are_golomb_positions_and_a_sign() -> None:
