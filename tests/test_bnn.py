@@ -34,6 +34,13 @@ def test_a_weight_is_a_sign_times_the_root_mean_square_of_its_tensor() -> None:
     assert done.trained.parameters[4:].tolist() == [7, 7, 7, 7]
 
 
+def test_a_tensor_of_zeros_begins_undecided_and_trains() -> None:
+    m = grouped(mlp(2, 2, 2, bias=False))
+    t = fixed_task(m, np.ones(8), [0, 0, 0, 0, 7, 7, 7, 7])
+    assert BnnFedAvg().sureness(t.assignment.course).tolist() == [0] * 4
+    assert np.isfinite(first(BnnFedAvg(epochs=1, restart="latent"), t).kept.latents).all()
+
+
 @given(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=20))
 def test_the_gradient_passes_within_the_range_of_a_latent_alone(latents: list[float]) -> None:
     s = np.array(latents, np.float32)

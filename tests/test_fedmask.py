@@ -25,7 +25,7 @@ from edge_client.methods.fedmask.wire import Held, Kept
 from edge_client.methods.shared import changes
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.targets import Classification
-from edge_client.task import Assignment, Local, Task
+from edge_client.task import Assignment, Local, Progress, Task
 
 M = mlp(6, 5, 4, 3)
 MASKED = 6 * 5 + 5 * 4 + 4 * 3
@@ -350,6 +350,19 @@ def test_latent_restart_keeps_scores_whose_bit_came_back() -> None:
     assert scores.tolist() == pytest.approx([0.3, 0.1, -0.1, -0.2, -np.inf, 0.3, 0])  # a share of a half is a 1
 
 
+@pytest.mark.parametrize("restart", ["radius", "latent"])
+def test_a_device_keeps_its_scores_only_where_it_restarts_from_them(restart: Any) -> None:
+    fleet = Rounds(FedMask(restart=restart, epochs=1), M)
+    fleet.play("a")
+    assert (fleet.kept["a"].scores is not None) is (restart == "latent")
+
+
+def test_the_pruning_epoch_has_an_order_of_its_own() -> None:
+    seen: list[Progress] = []
+    trained(FedMask(epochs=2, batch=64), replace(task(M), watch=seen.append))
+    assert [p.phase for p in seen] == ["prune", "train", "train"]
+
+
 def test_the_same_round_is_the_same_bytes() -> None:
     for method in (FedMask(), FedMask(head="local", restart="latent", down="count")):
         one, two = one_round(method), one_round(method)
@@ -515,7 +528,14 @@ def test_real_gates_are_averaged_and_sent_down_and_a_change_can_be_limited(state
     assert half.held is read.held
     server.close(updates)
     assert server.state.real.tolist() == [2.5] * 10
-    assert method.downlink(server.course, 2, server.state, None).arrays["real"].tolist() == [2.5] * 10
+    down = method.downlink(server.course, 2, server.state, None)
+    assert down.arrays["real"].tolist() == [2.5] * 10
+    t = fixed_task(m, np.zeros(m.d))
+    done = trained(method, t, None, down)
+    assert done.update.arrays["real"].tolist() == [2.5] * 10  # where nothing is learned
+    personal = method.personal(t, done.kept, method.receive(t.assignment, None, down)).parameters
+    for found in (done.trained.parameters, personal):
+        assert method.division(server.course.model).real.gather(found).tolist() == [2.5] * 10
 
 
 def test_a_mask_has_no_influence_that_needs_a_limit() -> None:

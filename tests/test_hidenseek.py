@@ -17,6 +17,7 @@ from sign_fleet import MASKED, Fixed, M, SignFleet, first, first_model, fixed_ta
 from edge_client.bundle import Init, Model, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import make_method
+from edge_client.methods.bnn import BnnFedAvg
 from edge_client.methods.hidenseek import HideNseek
 from edge_client.methods.shared import signs
 from edge_client.methods.shared.network import network
@@ -296,9 +297,31 @@ def test_training_the_smaller_network_is_training_the_whole_one_with_zeros() -> 
     assert np.allclose(found.parameters, whole.parameters[n.parameters])
 
 
+def test_the_first_latents_are_those_of_the_federations_seed() -> None:
+    c, method = course(M), HideNseek()
+    uniform = counter.uniform(counter.key(9, "hidenseek", "first latents"), MASKED)
+    assert method.sureness(replace(c, seed=9)) == pytest.approx(uniform, rel=1e-6)
+    assert not np.array_equal(method.sureness(replace(c, seed=9)), method.sureness(c))
+
+
+@pytest.mark.parametrize("method", [HideNseek(keep=1, epochs=1, batch=64), BnnFedAvg(epochs=1, batch=64)])
+def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device(method: signs.SignMasks) -> None:
+    """Each gradient adds 1. A round has one step."""
+    statistic = Tensor(name="n", shape=(1,), offset=0, init=Init(kind="constant", scale=0))
+    m = M.model_copy(update={"buffers": (statistic,)})
+    fleet = SignFleet(method, m)
+    fleet.trainer = Fixed(m, np.zeros(m.d, np.float32))
+    for devices in ("a", "ab"):
+        fleet.play(*devices)
+    assert not {"buffers", "statistics"} & set(fleet.up["a"].arrays)
+    assert [fleet.personal(d).buffers.tolist() for d in "abc"] == [[2], [1], [0]]
+
+
 def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
-    method = HideNseek(keep=0.5, prune_layers=("1",))
-    assert {k: len(v) for k, v in method.prune(first_model(M)).channels.items()} == {"0": 8, "1": 2}
+    m = M.model_copy(update={"groups": tuple(replace(g, name=f"{g.name}.units") for g in M.groups)})
+    for name in ("1.units", "1."):
+        found = HideNseek(keep=0.5, prune_layers=(name,)).prune(first_model(m))
+        assert {k: len(v) for k, v in found.channels.items()} == {"0.units": 8, "1.units": 2}
     assert HideNseek(keep=1).prune(first_model(M)).alive.all()
     with pytest.raises(ConfigError, match=r"none of the channel groups \['0', '1'\]"):
         HideNseek(prune_layers=("conv",)).start(course(M))
