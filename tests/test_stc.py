@@ -113,6 +113,23 @@ def test_statistics_travel_as_halves_and_both_sides_hold_the_same() -> None:
     assert checksum(back) == checksum(after)
 
 
+@given(st.floats(2**-10, 1e4, width=32), st.floats(0, 1, width=32))
+def test_no_variance_becomes_negative_by_rounding(held: float, share: float) -> None:
+    """That of a channel which died: -1.3004 is nearest to -1.3008 in float16, and the root of -0.0004 is NaN."""
+    m = mlp(2, 2).model_copy(
+        update={"buffers": (Tensor(name="var", shape=(3,), offset=0, init=Init(kind="constant", scale=1)),)}
+    )
+    there = Rounds(STC(), m)
+    before = Weights(there.course.model.parameters, np.array([held, held, 1.3004], np.float32))
+    now = np.array([held * share, held * 1e-6 * share, 1e-9], np.float32)
+    still = sparse.ternary(np.zeros(m.d, np.float32), 0.1, (m.d,))
+    data = there.method.write(there.course.model, before, still, now - before.buffers)
+    after = there.method.after(there.course.model, before, data).buffers
+    assert (after >= 0).all()
+    assert np.abs(after - now)[:2].max() <= 0.001 * held
+    assert after[2] == pytest.approx(1.3004 - 1.2998, abs=1e-4)
+
+
 def test_statistics_move_by_the_mean_of_the_changes_weighted_by_samples() -> None:
     m = M.model_copy(update={"buffers": (Tensor(name="n", shape=(2,), offset=0, init=Init(kind="constant", scale=1)),)})
     fleet, total = Rounds(STC(keep=0.1), m), None

@@ -124,7 +124,7 @@ class STC(LocalSgd):
     def write(self, model: Model, held: Weights, change: Ternary, statistics: F32) -> bytes:
         """A change of the model that both sides hold: statistics float16, then the parameters."""
         where, leaning = contexts(model, held.parameters)
-        return halves(statistics).tobytes() + sparse.write(change, model.manifest.d, where, leaning)
+        return halves(held.buffers, statistics).tobytes() + sparse.write(change, model.manifest.d, where, leaning)
 
     def read(self, model: Model, held: Weights, data: bytes) -> tuple[Ternary, F32]:
         """What `write` wrote. Raises CodecError."""
@@ -314,9 +314,15 @@ def contexts(model: Model, held: F32) -> tuple[Contexts, Contexts]:
     return where, (np.sign(moved).astype(np.int8) % 3).astype(np.uint8)
 
 
-def halves(statistics: F32) -> NDArray[np.float16]:
-    """Differences as they travel; what is beyond float16 is cut off and left for the next round."""
-    return np.clip(statistics, -HALF, HALF).astype("<f2")
+def halves(held: F32, change: F32) -> NDArray[np.float16]:
+    """Differences to the statistics `held` as they travel; what is beyond float16 is left for the next round.
+
+    None is rounded so far down that a statistic becomes negative by it: a variance may not.
+    """
+    rounded: NDArray[np.float16] = np.clip(change, -HALF, HALF).astype("<f2")
+    negative = (held + rounded < 0) & (held + change >= 0)
+    np.nextafter(rounded, np.float16(0), out=rounded, where=negative)
+    return rounded
 
 
 def whole(model: Model, held: Weights) -> bytes:
