@@ -296,6 +296,18 @@ def test_counts_that_decode_from_the_wrong_ones_do_not_pass_their_checksum() -> 
         method.receive(a, replace(kept, held=replace(held, posterior=Posterior(wrong, 3))), down)
 
 
+@pytest.mark.parametrize("shift", [-4, 4])
+def test_net_flips_that_leave_the_range_of_the_counts_are_those_of_other_counts(
+    shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = MaskFleet(Coupled())
+    play_rounds(fleet, 3)
+    decode = coupling.decode_net
+    monkeypatch.setattr(coupling, "decode_net", lambda *given: decode(*given) + np.int32(shift))
+    with pytest.raises(LostError, match=r"counts leave 0\.\.3"):
+        fleet.receive("a")
+
+
 def test_every_device_and_round_has_uniforms_of_its_own_which_the_downlink_names() -> None:
     fleet = MaskFleet(Coupled())
     for round_ in (1, 2, 3):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_kernels import bits as bitset
+from edge_kernels import codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, clusters, course, mlp
@@ -596,6 +597,15 @@ def test_the_last_model_of_federated_pruning_has_the_mask_that_it_was_trained_un
     trained = p.received["a"].mask
     assert np.array_equal(p.receive("a").mask, trained)
     assert not np.array_equal(p.method.chosen(p.course, 8, p.state.theta), trained)  # another pick would differ
+
+
+def test_a_mask_is_coded_given_the_layer() -> None:
+    p = play(small()).run(4)
+    mask, sizes = unpacked(M, p.state.mask), [b.size for b in prunable(M).blocks]
+    layers = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
+    data = p.ask("new").arrays[MASK].tobytes()
+    assert data == codecs.encode("entropy", mask, mask.size, layers)
+    assert data != codecs.encode("entropy", mask, mask.size, np.zeros_like(layers))
 
 
 def test_a_device_of_federated_pruning_may_keep_its_statistics() -> None:

@@ -109,6 +109,11 @@ def test_a_step_removes_as_few_units_as_reach_the_size_and_the_same_share_of_eac
     assert parameters_with(M, [n + (i == back) for i, n in enumerate(after)]) > most
 
 
+def test_a_size_that_is_met_exactly_is_small_enough() -> None:
+    for left in ([10, 8], [9, 8], [9, 7]):
+        assert shrunk(whole(M), parameters_with(M, left)) == left
+
+
 def test_the_units_of_least_norm_go_and_removed_ones_stay_removed() -> None:
     parameters = np.zeros(M.d, np.float32)
     tensors = views(M.parameters, parameters)

@@ -175,5 +175,8 @@ def test_a_partial_cohort_moves_theta_as_far_in_expectation() -> None:
 def test_differences_need_a_reference_and_one_first_theta() -> None:
     with pytest.raises(ValueError, match="needs a reference mask"):
         FedPM(aggregate="difference")
+    for sampling in ("independent", "common"):
+        with pytest.raises(ValueError, match="needs a reference mask"):
+            DeltaMask(aggregate="difference", sampling=sampling)
     with pytest.raises(ValueError, match="set spread = 0"):
         Coupled(aggregate="difference", spread=1.0)
