@@ -239,7 +239,7 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
         (b'{"uses": 1,\n "uses" 2}', "expected `:` at line 2 column 9"),
         (b"\xff\xfe{}", "expected value at line 1 column 1"),
         (b'{"method": {"name": "fedavg", "lr": 1, "lr": 1}}', "the key 'lr' is there twice"),
-        (b"{}" + b" " * JSON_LIMIT, "bytes, this one more; shorten it"),
+        (b"{}" + b" " * JSON_LIMIT, "bytes, this one has more; shorten it"),
     ],
     ids=["deep", "very deep", "cut off", "long number", "a slip", "not UTF-8", "a key twice", "huge"],
 )

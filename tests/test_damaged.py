@@ -53,6 +53,30 @@ def test_a_damaged_manifest_is_named_and_the_other_bundles_are_listed(tmp_path: 
     play(tmp_path, restarted)
 
 
+@pytest.mark.parametrize("held", [b"grapf", b"grap", None], ids=["damaged", "cut", "gone"])
+def test_a_damaged_part_is_missing_when_its_bundle_is_posted_again_and_the_next_upload_mends_it(
+    held: bytes | None, tmp_path: Path
+) -> None:
+    content = manifest().to_bytes()
+    part = tmp_path / "blobs" / "bundles" / digest(content) / digest(b"graph")
+    path = f"/v1/bundles/{digest(content)}/parts/train.onnx"
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.bundle()
+        wrong = await fleet.operator("PUT", path, content=b"other")
+        assert "part 'train.onnx' has SHA-256" in refused(wrong, "bad-bundle")
+        if held is None:
+            part.unlink()
+        else:
+            part.write_bytes(held)
+        assert (await fleet.operator("POST", "/v1/bundles", content=content)).json()["missing"] == ["train.onnx"]
+        assert (await fleet.operator("PUT", path, content=b"graph")).json()["missing"] == []
+        assert (await fleet.operator("POST", "/v1/bundles", content=content)).json()["missing"] == []
+        assert (await fleet.operator("GET", path)).content == b"graph"
+
+    play(tmp_path, script)
+
+
 FAULT = "the record of round 2 of fed is damaged: "
 
 

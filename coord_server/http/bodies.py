@@ -69,7 +69,7 @@ async def _message(scope: Scope, receive: Receive) -> Message:
     headers, body = Headers(scope=scope), bytearray()
     call: Call = scope[CALL]
     limit = JSON_LIMIT if call.role == "operator" else DEVICE_LIMIT
-    too_long = HTTPException(413, f"a message has at most {limit} bytes, this one more; shorten it")
+    too_long = HTTPException(413, f"a message has at most {limit} bytes, this one has more; shorten it")
     announced, more = headers.get("content-length", ""), True
     if _COUNT.match(announced) and int(announced) > limit:
         raise too_long

@@ -64,8 +64,7 @@ async def delete_bundle(served: Operated, digest: BundleDigest) -> None:
 async def upload_part(request: Request, served: Operated, digest: BundleDigest, name: Name) -> BundleReceipt:
     """Checked against the size and SHA-256 in the manifest. Sending it again is harmless."""
     shelf, sha256, size = await served.bundles.part(digest, name)
-    if served.store.blobs.size(shelf, sha256) != size:
-        await bodies.store(request, served.store.blobs, shelf, sha256, size, f"part {name!r}")
+    await bodies.store(request, served.store.blobs, shelf, sha256, size, f"part {name!r}")
     return await served.bundles.receipt(digest)
 
 
@@ -80,7 +79,8 @@ async def derive_bundle(request: Request, served: Operated, digest: BundleDigest
 
     The body is a safetensors file with a float32 tensor for every row of the manifest's two tables, by its name.
     """
-    body = await bodies.read_bounded(request, await served.bundles.values_limit(digest), "the values of this bundle")
+    limit = await served.bundles.values_limit(digest)
+    body = await bodies.read_bounded(request, limit, "a file of this bundle's values")
     return await served.bundles.derive(digest, body)
 
 

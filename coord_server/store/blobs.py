@@ -195,6 +195,18 @@ class FolderBlobs:
         except OSError:
             return None
 
+    def holds(self, shelf: str, sha256: str, size: int) -> bool:
+        """Whether a blob is there with all its bytes, undamaged; they are read a chunk at a time."""
+        if self.size(shelf, sha256) != size:
+            return False
+        found = hashlib.sha256()
+        try:
+            for chunk in self.stream(shelf, sha256, 0, size):
+                found.update(chunk)
+        except OSError:  # a sector that cannot be read, or deleted meanwhile
+            return False
+        return found.hexdigest() == sha256
+
     def shelves(self, under: str) -> list[str]:
         """Names of the shelves directly under a folder."""
         folder = self._root / under
