@@ -177,17 +177,35 @@ def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
             (lacks,) = names - given
             raise DataError(f"{what} has {given.pop()} but no {lacks}; give both, or neither")
         if given:
-            _check_lengths(arrays[f"x_{part}"], arrays[f"y_{part}"], f"{what} ({part})")
+            x = arrays[f"x_{part}"]
+            _check_lengths(x, arrays[f"y_{part}"], f"{what} ({part})")
+            if x.shape[1:] != arrays["x"].shape[1:]:
+                raise DataError(
+                    f"{what}: a sample of x_{part} has shape {x.shape[1:]}, one of x {arrays['x'].shape[1:]}; "
+                    "give both in the shape that the model takes"
+                )
     if "group" in arrays and arrays["group"].shape != y.shape[:1]:
         shape = arrays["group"].shape
         raise DataError(f"{what}: `group` has shape {shape}; give one group a sample, shape {y.shape[:1]}")
+    _marked(arrays, what)
     return DataFile(what, arrays)
 
 
-def normalised(arrays: Mapping[str, NDArray[Any]], takes: Input) -> Mapping[str, NDArray[Any]]:
-    """The arrays of a file with its samples as the model takes them; those that do not fit stay as they are."""
-    how = takes.normalisation
-    if how is None or bool(np.all(arrays.get("normalised", False))):
+def _marked(arrays: Mapping[str, NDArray[Any]], what: str) -> bool:
+    """Whether a file says that its samples are normalised already. Raises DataError unless that is one truth value."""
+    mark = np.asarray(arrays.get("normalised", False))
+    if mark.size != 1 or mark.dtype.kind not in "biuf":
+        raise DataError(f"{what}: `normalised` has shape {mark.shape}, dtype {mark.dtype}; give True or False")
+    return bool(mark.all())
+
+
+def normalised(arrays: Mapping[str, NDArray[Any]], takes: Input, what: str) -> Mapping[str, NDArray[Any]]:
+    """The arrays of a file with its samples as the model takes them; those that do not fit stay as they are.
+
+    Raises DataError naming `what` when the file's mark is not one truth value.
+    """
+    marked, how = _marked(arrays, what), takes.normalisation
+    if how is None or marked:
         return arrays
     raw = {n: a for n, a in arrays.items() if n in SAMPLES and a.shape[1:] == takes.shape and a.dtype.kind in "fiub"}
     return {**arrays, **{name: how.apply(array) for name, array in raw.items()}}
@@ -199,7 +217,7 @@ def doubts(arrays: Mapping[str, NDArray[Any]], x: NDArray[Any], takes: Input, wh
     `arrays` are as the file has them, `x` [n, *shape] some of the samples as the model takes them.
     """
     if takes.normalisation is None and takes.between is None and "normalised" in arrays:
-        mark = "normalised" if np.all(arrays["normalised"]) else "not normalised"
+        mark = "normalised" if _marked(arrays, what) else "not normalised"
         yield (
             f"{what}: its samples are marked as {mark}, but the bundle has no normalisation, so they are used as they "
             "stand; prepare those of all devices alike"
@@ -238,13 +256,16 @@ def fit(found: DataFile, manifest: Manifest, seed: int = 0) -> DeviceData:
     A file without a test part gives up a fifth of its samples for one. A file without a validation part then gives up
     a tenth of the remaining training samples, unless they are fewer than `FEWEST` or no group is that small.
     """
-    what, arrays = found.what, normalised(found.arrays, manifest.input)
+    what, arrays = found.what, normalised(found.arrays, manifest.input, found.what)
     x, y = check(manifest, arrays["x"], arrays["y"], what)
     group = arrays.get("group", np.arange(len(y)))
     if "x_test" in arrays:
         test = check(manifest, arrays["x_test"], arrays["y_test"], f"{what} (test)")
     else:
-        stay, gone = split(group, seed, "test", TEST_SHARE)
+        try:
+            stay, gone = split(group, seed, "test", TEST_SHARE)
+        except DataError as error:
+            raise DataError(f"{what}: {error}") from None
         test, x, y, group = (x[gone], y[gone]), x[stay], y[stay], group[stay]
     if "x_val" in arrays:
         validation = check(manifest, arrays["x_val"], arrays["y_val"], f"{what} (validation)")

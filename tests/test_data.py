@@ -138,11 +138,29 @@ def test_the_smallest_group_is_kept_for_testing_when_all_are_large_and_a_single_
         ({"x": X, "y": Y, "x_val": X}, "has x_val but no y_val"),
         ({"x": X, "y": Y, "x_val": X, "y_val": Y[1:]}, "d.npz (val): samples of shape (20, 3)"),
         ({"x": X, "y": Y, "x_val": X, "y_val": Y + 1}, "(validation): label 2 at index 1"),
+        ({"x": X, "y": Y, "group": np.zeros(20)}, "d.npz: all samples belong to one group"),
     ],
 )
 def test_each_mistake_is_named_with_its_value(arrays: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         load(saved(tmp_path, **arrays), small_manifest())
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"x_test": X[:, :2], "y_test": Y}, "d.npz: a sample of x_test has shape (2,), one of x (3,)"),
+        ({"x_val": X[:, :2], "y_val": Y}, "d.npz: a sample of x_val has shape (2,), one of x (3,)"),
+        ({"normalised": np.array([True, False])}, "d.npz: `normalised` has shape (2,), dtype bool; give True or False"),
+        ({"normalised": np.array("False")}, "d.npz: `normalised` has shape (), dtype <U5"),
+    ],
+)
+def test_what_fits_no_model_is_refused_before_a_device_joins(
+    arrays: dict[str, np.ndarray], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as error:
+        read(saved(tmp_path, x=X, y=Y, **arrays))
     assert said in str(error.value)
 
 

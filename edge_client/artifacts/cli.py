@@ -66,7 +66,9 @@ def taken(model: bytes, data: Path) -> NDArray[Any]:
     """
     entries = open_onnx(model, advice="name a personal.onnx", refused=BundleError).get_modelmeta().custom_metadata_map
     arrays = read(data).arrays
-    return normalised(arrays, card.read(entries, "the model").input)["x"] if card.has_card(entries) else arrays["x"]
+    if not card.has_card(entries):
+        return arrays["x"]
+    return normalised(arrays, card.read(entries, "the model").input, str(data))["x"]
 
 
 def _cache() -> Path:

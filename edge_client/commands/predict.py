@@ -62,7 +62,7 @@ def predict_file(model: Path, data: Path) -> Predictions:
         raise BundleError(f"there is no file {model}; {MODEL}")
     session = open_onnx(model, advice=MODEL, refused=BundleError)
     card = read(session.get_modelmeta().custom_metadata_map, str(model))
-    arrays = normalised(arrays_of(data), card.input)
+    arrays = normalised(arrays_of(data), card.input, str(data))
     if "x" not in arrays:
         raise DataError(f"{data} lacks the array x; it has {sorted(arrays)}")
     x = _samples(arrays["x"], card, data)
