@@ -69,6 +69,18 @@ def test_the_table_of_defaults_has_the_committed_figures(row: str) -> None:
     assert expected in PAGE.partition("| as shipped |")[2].splitlines(), expected
 
 
+def test_the_sentence_on_shakespeare_has_the_committed_figures() -> None:
+    found = result("lattice-shakespeare")
+    whole, rows = found["shakespeare/fedavg"], ("lattice", "lattice-no-budget")
+    due = []
+    for own in (found[f"shakespeare/{row}"] for row in rows):
+        behind = f"{100 * (whole['score_mean']['mean'] - own['score_mean']['mean']):.1f}".removeprefix("0")
+        due += [behind, fewer(whole["bytes_per_device"]["mean"] / own["bytes_per_device"]["mean"]).partition(".")[0]]
+    sentence = r"Lattice is ([\d.]+) points behind FedAvg at (\d+) times .*, and ([\d.]+) behind at (\d+) times"
+    (said,) = re.findall(sentence, PAGE.replace("\n", " "))
+    assert list(said) == due
+
+
 def test_the_demo_s_table_has_the_committed_figures() -> None:
     columns = []
     for data in ("digits", "har"):
