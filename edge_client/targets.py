@@ -188,6 +188,8 @@ def target_type(kind: object) -> type[Target]:
         made: type[Target] = found[kind].load()
     except Exception as error:  # a third party's package may fail in any way
         raise ValueError(f"target {kind!r} cannot be loaded ({type(error).__name__}: {error}); reinstall it") from error
+    if not (isinstance(made, type) and issubclass(made, Target)):
+        raise ValueError(f"target {kind!r}: its entry point {found[kind].value!r} names no subclass of Target; mend it")
     return made
 
 

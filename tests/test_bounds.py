@@ -17,7 +17,7 @@ import pytest
 from coordination import served, settings
 from pydantic import TypeAdapter, ValidationError
 
-from edge_client import methods
+from edge_client import backends, methods, targets
 from edge_client.device.client import Client
 from edge_client.errors import ConfigError, UnreachableError
 from edge_client.link.remote import Remote
@@ -26,6 +26,7 @@ from edge_client.link.transport import Transport
 from edge_client.methods import make_method
 from edge_client.protocol.messages import Enrolled, FederationConfig, Receipt, Work
 from edge_client.protocol.operator import TokenRequest
+from edge_client.training import load_backend
 
 HUGE = 10**400
 NAN, INFINITE = float("nan"), float("inf")
@@ -145,3 +146,24 @@ def test_a_method_whose_package_does_not_load_is_named_with_the_reason(
     monkeypatch.setattr(methods, "entry_points", lambda **_: [broken])
     with pytest.raises(ConfigError, match=r"method 'theirs' cannot be loaded \(\w+Error: .*(?i:no_?such).*install"):
         make_method({"name": "theirs"})
+
+
+@pytest.mark.parametrize("where", ["edge_client.methods", "edge_client.task:Assignment", "edge_client.methods:below"])
+def test_an_entry_point_that_names_no_method_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(methods, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.methods")])
+    with pytest.raises(ConfigError, match=f"method 'theirs': its entry point '{where}' names no subclass of Method"):
+        make_method({"name": "theirs"})
+
+
+@pytest.mark.parametrize("where", ["edge_client.targets", "edge_client.task:Assignment"])
+def test_an_entry_point_that_names_no_target_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(targets, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.targets")])
+    with pytest.raises(ValueError, match=f"target 'theirs': its entry point '{where}' names no subclass of Target"):
+        targets.target_type("theirs")
+
+
+def test_a_backend_that_does_not_load_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("theirs", "edge_client.training:NoSuch", "maskfleet.trainers")
+    monkeypatch.setattr(backends, "entry_points", lambda **_: [broken])
+    with pytest.raises(ConfigError, match=r"backend 'theirs' cannot be loaded \(AttributeError: .*NoSuch.*install"):
+        load_backend("theirs")

@@ -293,6 +293,10 @@ def load_method(found: EntryPoint) -> type[Method]:
     except Exception as error:  # code of another package may fail in any way
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"method {found.name!r} cannot be loaded ({why}); install its package anew") from error
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise ConfigError(
+            f"method {found.name!r}: its entry point {found.value!r} names no subclass of Method; mend it"
+        )
     return kind
 
 
