@@ -462,7 +462,7 @@ def test_the_list_names_every_reproduction_and_whether_it_has_results(
     reproduce(show=True)
     said = capsys.readouterr().out
     assert "tiny" in said
-    assert "committed, seeds [0]" in said
+    assert "1 seed" in said
 
 
 def test_a_summary_without_scores_has_bytes_still() -> None:

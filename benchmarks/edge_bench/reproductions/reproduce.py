@@ -114,8 +114,8 @@ def prepare(wanted: Iterable[Cell], name: str) -> dict[str, tuple[Cell, str]]:
 def listing() -> Table:
     """One line for each reproduction."""
     table = plain_table()
-    for head in ("name", "what", "minutes a seed", "results"):
-        justify: JustifyMethod = "right" if head == "minutes a seed" else "left"
+    for head in ("name", "what", "minutes", "results"):
+        justify: JustifyMethod = "right" if head == "minutes" else "left"
         table.add_column(head, justify=justify, overflow="fold", no_wrap=head == "name")
     for name in reproduction.names():
         r = reproduction.read(name)
@@ -131,7 +131,8 @@ def _state(folder: Path) -> str:
         return "result.json is damaged"
     if found is None or not found["runs"]:
         return "none yet"
-    return f"committed, seeds {sorted({run['seed'] for run in found['runs'].values()})}"
+    n = len({run["seed"] for run in found["runs"].values()})
+    return f"{n} seed{'s' if n > 1 else ''}"
 
 
 def reproduce(
