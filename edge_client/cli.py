@@ -145,8 +145,8 @@ class _Lazy(TyperGroup):
         return _Lazy(below, name=cmd_name, help=f"Commands: {', '.join(below)}.") if below else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is called, imported."""
-        entry = self.entries.get(args[0])
+        """The command that is called, imported; an entry point of another package does not replace `commands`."""
+        entry = None if args[0] in self.commands else self.entries.get(args[0])
         return super().resolve_command(ctx, args) if entry is None else (args[0], _load(entry), args[1:])
 
 

@@ -252,6 +252,13 @@ def test_an_entry_point_of_a_missing_module_has_no_summary_and_a_sentence() -> N
         cli._load(entry)
 
 
+def test_a_command_of_another_package_named_join_does_not_replace_join(tmp_path: Path) -> None:
+    code = with_commands(tmp_path, "def theirs(): print('theirs')", join="extra_room:theirs")
+    done = run("join", "--help", code=code)
+    assert done.returncode == 0
+    assert "Take part in a federation" in done.stdout
+
+
 def test_no_text_from_a_coordinator_moves_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     events.Log()(Event("info", "a \x1b[2J b\r\x07 \u00e9"))
     assert "a \ufffd[2J b\ufffd\ufffd \u00e9\n" in capsys.readouterr().out
