@@ -257,7 +257,7 @@ def test_watching_asks_for_what_is_new_only(monkeypatch: pytest.MonkeyPatch) -> 
     operator.found = federation(deadline_in=7.0)
     second = show.look(operator, "fleet", "u", first)
     assert (second.federation.deadline_in, second.devices, len(second.rounds)) == (7.0, first.devices, 2)
-    operator.found = federation(updates=2)
+    operator.found = federation(round=4, updates=2)
     operator.closed.append(closed(3, 0.7, 0.8))
     third = show.look(operator, "fleet", "u", second)
     assert [r.round for r in third.rounds] == [1, 2, 3]
@@ -266,9 +266,17 @@ def test_watching_asks_for_what_is_new_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert operator.asked == [
         "rounds from 1", "devices", "rounds from 2", "rounds from 2", "devices", "rounds from 3", "devices"
     ]  # fmt: skip
-    operator.found = federation(created_at=5.0)
+    operator.found = federation(round=4, created_at=5.0)
     assert [r.round for r in show.look(operator, "fleet", "u", fourth).rounds] == [1, 2, 3]
     assert operator.asked[-2:] == ["rounds from 1", "devices"]
+
+
+def test_a_round_that_closes_after_the_coordinator_s_answer_is_not_shown_yet() -> None:
+    operator = Asked(federation(round=3))
+    operator.closed = [closed(n, 0.5, 0.6) for n in (1, 2, 3, 4)]
+    assert [r.round for r in show.look(operator, "fleet", "u").rounds] == [1, 2]
+    operator.found = federation(round=4, phase="finished")
+    assert [r.round for r in show.look(operator, "fleet", "u").rounds] == [1, 2, 3, 4]
 
 
 def test_a_federation_that_could_not_be_loaded_shows_its_fault() -> None:
