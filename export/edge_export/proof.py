@@ -6,7 +6,8 @@ the batches of 16 and 1.
 
 The error of a tensor is its largest difference over its largest entry. It may reach `TOLERANCE` at best of a few draws.
 Where PyTorch itself in float32 misses that tensor of the witness by more, because some of a million activations lie so
-close to zero that a ReLU falls the other way, it may reach a few times PyTorch's error.
+close to zero that a ReLU falls the other way, it may reach a few times PyTorch's error. A gradient that is zero, or of
+which PyTorch's float32 has no digit right, is measured against the largest gradient.
 
 Two more batches are extreme: inputs (or embeddings) ten thousand times as large, and zeros. What is finite in PyTorch's
 float32 is finite in the graph. The error against float64 may reach `LOOSE`, or a few times the tensor's noise: the
@@ -20,7 +21,7 @@ zeros, is proved finite and within its noise there, and no more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,9 +75,10 @@ class Best:
 
     def add(self, found: Arrays, own: Values, true: Values) -> bool:
         """Whether every tensor was right in a draw."""
-        for name, error in _errors(found, true).items():
+        unknown = {k for k, error in _errors(own, true).items() if k.startswith("grad:") and error >= 1}
+        for name, error in _errors(found, true, unknown).items():
             self.errors[name] = min(self.errors.get(name, np.inf), error)
-        for name, error in _errors(own, true).items():
+        for name, error in _errors(own, true, unknown).items():
             self.levels[name] = max(self.levels.get(name, 0.0), error)
         return max(self.errors.values()) <= TOLERANCE
 
@@ -173,9 +175,9 @@ def _kept(found: Arrays, which: Mapping[str, Tensor]) -> Arrays:
     return {k: np.where(which[k].numpy(), found[k], 0) for k in which}
 
 
-def _errors(found: Mapping[str, Any], true: Values) -> dict[str, float]:
-    """The error of each tensor of `true`; a gradient that is nothing is measured against the largest."""
-    largest, nothing = _largest(true), _nothing(true)
+def _errors(found: Mapping[str, Any], true: Values, unknown: Collection[str] = ()) -> dict[str, float]:
+    """The error of each tensor of `true`; a gradient that is nothing, or `unknown`, is measured against the largest."""
+    largest, nothing = _largest(true), _nothing(true).union(unknown)
     return {k: _error(np.asarray(found[k]), t, largest if k in nothing else 0.0) for k, t in true.items()}
 
 
