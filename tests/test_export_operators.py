@@ -353,7 +353,11 @@ REFUSED = {
         "the loss takes a softmax itself; return the logits$",
     ),
     "probabilities by hand": (_ByHand(5, 3), "the loss takes a softmax itself; return the logits$"),
-    "probabilities in evaluation": (_Probabilities(5, 3), "in evaluation only, and `predict`.*logits there too$"),
+    "probabilities in evaluation": (_Probabilities(5, 3), "in evaluation mode, and the loss.*logits in both modes$"),
+    "probabilities of which a step drops some": (
+        nn.Sequential(nn.Linear(5, 3), nn.Softmax(1), nn.Dropout(0.2)),
+        "in evaluation mode, and the loss.*logits in both modes$",
+    ),
     "sort": (Odd(lambda _, y: y.sort(1).values), "forward: operator 'sort'.*ties"),
     "product": (Odd(lambda _, y: y.cumprod(1)), "forward: operator 'cumprod'.*cumsum"),
     "rrelu": (nn.Sequential(nn.Linear(5, 6), nn.RReLU(), nn.Linear(6, 3)), "module '1': operator 'rrelu"),

@@ -204,8 +204,8 @@ def _refuse_probabilities(module: nn.Module, batch: Tensor, last: str) -> None:
         )
     if last == "Softmax" or _gives_probabilities(module, lambda m: _run(m, batch)):
         raise ModelError(
-            "the module ends with a softmax or other probabilities in evaluation only, and `predict` takes a softmax "
-            "itself; return the logits there too"
+            "the module ends with a softmax or other probabilities in evaluation mode, and the loss and `predict` take "
+            "a softmax themselves; return the logits in both modes"
         )
 
 
