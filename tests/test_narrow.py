@@ -186,6 +186,21 @@ class _Experts(nn.Module):
         return self.head((self.gate(x).softmax(-1).unsqueeze(-1) * every).sum(1))
 
 
+class _Involution(nn.Module):
+    """Windows by a table of their places, weighed by a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.reduced, self.weights = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 6, 1), nn.Conv2d(6, 9, 1)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        x = self.stem(x).relu()
+        windows = nn.functional.unfold(x, 3, padding=1).unflatten(1, (4, 9))
+        return self.head((windows * self.weights(self.reduced(x)).flatten(2)[:, None]).sum(2).mean(2))
+
+
 class _Rotary(nn.Module):
     """Causal attention of heads whose entries are rotated by their positions."""
 
@@ -444,6 +459,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_Pools, (6, 3), {"first": 10, "second": 8}),
         (_Joints, (2, 6), {"first": 8, "second": 6}),
         (_Experts, (3,), {"experts.0.0": 6, "experts.0.2": 8, "experts.1.0": 6}),
+        (_Involution, (2, 6, 6), {"reduced": 6}),
         (_Rotary, (6, 3), {"q": 3}),
         (_Latents, (6, 3), {"q": 3, "out": 8}),
         (_PaddedSteps, (6, 3), {"encoder.layers.0.self_attn": 4, "encoder.layers.0.linear1": 16}),
@@ -709,13 +725,13 @@ def test_two_groups_may_share_an_axis_and_a_smaller_group_knows_its_places_there
 @pytest.mark.parametrize(
     ("nodes", "why"),
     [
-        ([("CumSum", ["h", "one"], ["logits"])], "CumSum. is not an operator"),
+        ([("CumSum", ["h", "one"], ["logits"])], "^CumSum is not an operator"),
         ([("LogSoftmax", ["h"], ["logits"])], "works along the axis of the channels"),
         ([("ReduceSum", ["h"], ["logits"])], "works along the axis of the channels"),
         ([("MatMul", ["h", "w2"], ["logits"])], "joins values of which different channels stay"),
-        ([("Add", ["h", "w3"], ["logits"])], "output 'logits' would not fit"),
+        ([("Add", ["h", "w3"], ["logits"])], "output 'logits' would lose channels"),
         ([("Shape", ["h"], ["s"]), ("Cast", ["s"], ["logits"])], "computes with the number of channels"),
-        ([("Relu", ["h"], ["logits"])], "output 'logits' would not fit"),
+        ([("Relu", ["h"], ["logits"])], "output 'logits' would lose channels"),
     ],
 )
 def test_a_graph_that_mixes_the_channels_is_refused_with_the_node_and_the_reason(

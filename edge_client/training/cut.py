@@ -45,7 +45,8 @@ def cut(model: ModelProto, sample: Shape, tensors: Mapping[str, Axes]) -> ModelP
         kind, _, name = value.name.partition(":")
         due = tensors.get(name, ()) if kind in ("grad", "new") else ()
         if not equal(axes, due):
-            raise ConfigError(f"its output {value.name!r} would not fit")
+            kept = f"tensor {name!r} would stay whole, and its gradient" if name else f"output {value.name!r}"
+            raise ConfigError(f"{kept} would lose channels")
         _declare(value, axes)
     return made
 
@@ -59,9 +60,9 @@ def _shapes(model: ModelProto, sample: Shape) -> dict[str, Shape | None]:
         sizes = (PROBE, *sample) if value.name == "x" else [d.dim_value or PROBE for d in dims]
         value.type.tensor_type.shape.CopyFrom(helper.make_tensor_type_proto(1, sizes).tensor_type.shape)
     try:
-        graphs = [onnx.shape_inference.infer_shapes(probe, strict_mode=True, data_prop=True).graph]
-    except onnx.shape_inference.InferenceError as error:
-        raise ConfigError(f"its shapes disagree: {error}") from None
+        graphs = [_inferred(probe, data_prop=True)]
+    except ConfigError:  # onnx takes the values of small tables for sizes, and compares their lengths
+        graphs = [_inferred(probe, data_prop=False)]
     found: dict[str, Shape | None] = {}
     for graph in graphs:
         graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
@@ -72,6 +73,13 @@ def _shapes(model: ModelProto, sample: Shape) -> dict[str, Shape | None]:
             if kind.HasField("shape") and all(d.HasField("dim_value") for d in kind.shape.dim):
                 found[value.name] = tuple(d.dim_value for d in kind.shape.dim)
     return found
+
+
+def _inferred(model: ModelProto, data_prop: bool) -> onnx.GraphProto:
+    try:
+        return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=data_prop).graph
+    except onnx.shape_inference.InferenceError as error:
+        raise ConfigError(f"its shapes disagree: {' '.join(str(error).split())}") from None
 
 
 def _declare(value: ValueInfoProto, axes: Axes) -> None:

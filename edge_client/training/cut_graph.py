@@ -73,6 +73,9 @@ class Cut:
                     raise refusal(node, UNLIKE)
                 kept = self.constant(np.flatnonzero(stays if mine is None else stays[mine]))
                 node.input[index] = self.emit("Gather", [node.input[index], kept], axis=axis)
+                self.shapes[node.input[index]] = self.shapes[name]
+                own = (*own[:axis], stays, *own[axis + 1 :])
+                self.put(node.input[index], own)
 
     def sized(self, name: str, axes: Axes) -> str:
         """The vector `name`, the sizes of the last of `axes`, with the sizes of what stays."""
@@ -110,7 +113,7 @@ class Cut:
 
 def refusal(node: NodeProto, why: str) -> ConfigError:
     """The error of a node that does not allow the cut."""
-    return ConfigError(f"node {node.output[0]!r} ({node.op_type}) {why}")
+    return ConfigError(f"{node.op_type} {why}")
 
 
 def equal(a: Axes, b: Axes) -> bool:
