@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +185,55 @@ class _Experts(nn.Module):
         """Logits."""
         every = torch.stack([expert(x) for expert in self.experts], 1)
         return self.head((self.gate(x).softmax(-1).unsqueeze(-1) * every).sum(1))
+
+
+class _Cosine(nn.Module):
+    """Logits are cosines of the samples' features and learned prototypes, by a layer or by `cosine_similarity`."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.layer = nn.Linear(3, 8), nn.Linear(8, 6), layer
+        self.prototypes = nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        z, p = self.second(self.first(x).relu()), self.prototypes
+        if self.layer:
+            return 5 * nn.functional.linear(nn.functional.normalize(z), nn.functional.normalize(p))
+        return 5 * nn.functional.cosine_similarity(z[:, None], p[None], dim=-1)
+
+
+class _Standardised(nn.Module):
+    """A convolution whose filters have the mean 0 and the variance 1, and a mixture of kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv2d(2, 8, 3), nn.Linear(6, 5)
+        self.kernels, self.share = nn.Parameter(torch.randn(3, 6, 8, 3, 3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        w = self.first.weight
+        w = (w - w.mean((1, 2, 3), True)) / (w.var((1, 2, 3), keepdim=True) + 1e-5).sqrt()
+        x = nn.functional.conv2d(x, w, self.first.bias).relu()
+        mixed = (self.kernels * self.share.softmax(0)[:, None, None, None, None]).sum(0)
+        return self.head(nn.functional.conv2d(x, mixed).relu().mean((2, 3)))
+
+
+class _GraphAttention(nn.Module):
+    """Heads whose scores are sums over their entries, weighed by a parameter of each head and entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 8, bias=False), nn.Linear(8, 5)
+        self.left, self.right = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        z = self.layer(x).unflatten(2, (4, 2))
+        scores = (z * self.left).sum(-1)[:, :, None] + (z * self.right).sum(-1)[:, None]
+        mixed = torch.einsum("nijh,njhd->nihd", nn.functional.leaky_relu(scores).softmax(2), z)
+        return self.head(mixed.flatten(2).relu().mean(1))
 
 
 class _Involution(nn.Module):
@@ -459,6 +509,10 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_Pools, (6, 3), {"first": 10, "second": 8}),
         (_Joints, (2, 6), {"first": 8, "second": 6}),
         (_Experts, (3,), {"experts.0.0": 6, "experts.0.2": 8, "experts.1.0": 6}),
+        (partial(_Cosine, True), (3,), {"first": 8, "second": 6}),
+        (partial(_Cosine, False), (3,), {"first": 8, "second": 6}),
+        (_Standardised, (2, 6, 6), {"first": 8, "kernels": 6}),
+        (_GraphAttention, (6, 3), {"layer": 4}),
         (_Involution, (2, 6, 6), {"reduced": 6}),
         (_Rotary, (6, 3), {"q": 3}),
         (_Latents, (6, 3), {"q": 3, "out": 8}),

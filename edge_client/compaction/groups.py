@@ -117,17 +117,15 @@ def _forward(found: Labelled) -> dict[str, int]:
     """The order in which layers run, by their weights."""
     made: dict[str, int] = {}
     for node in found.net.nodes:
-        for v in node.input:
-            ids = found.net.ids.get(v)
-            if ids is not None:
-                starts = found.atoms.elements
-                names = [
-                    n
-                    for n in starts
-                    if starts[n] <= int(ids.max()) and starts[n] + int(np.prod(found.atoms.tensors[n])) > int(ids.min())
-                ]
-                for name in names:
-                    made.setdefault(name, len(made))
+        for tensor in (t for v in node.input for t in found.net.tensors(v)):
+            ids, starts = found.net.ids[tensor], found.atoms.elements
+            names = [
+                n
+                for n in starts
+                if starts[n] <= int(ids.max()) and starts[n] + int(np.prod(found.atoms.tensors[n])) > int(ids.min())
+            ]
+            for name in names:
+                made.setdefault(name, len(made))
     return made
 
 

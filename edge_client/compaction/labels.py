@@ -6,10 +6,13 @@ where a layer reads labels, they are joined with the atoms of its weight's colum
 or not at all. An operator that mixes channels fixes them, and so does the output.
 
 Weights themselves may be moved before they are used (the gates of an LSTM, a fused projection): the numbers of their
-elements are moved with them, so that it is known which entry of which tensor a row is.
+elements are moved with them, so that it is known which entry of which tensor a row is. Of weights that are computed
+(standardised filters, prototypes of length 1) it follows from the axes that each operator keeps together.
 """
 
 from __future__ import annotations
+
+from math import prod
 
 import numpy as np
 from edge_kernels.channels import Role
@@ -19,6 +22,7 @@ from edge_client.compaction import convolutions, maps, moves, products, recurren
 from edge_client.compaction.atoms import ANY, NONE, Atoms, Labels
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.study import Study, thin
+from edge_client.graph.axes import axes_of
 from edge_client.graph.nodes import GATES, settings
 
 
@@ -31,6 +35,10 @@ class Labelled:
         self.labels: dict[str, Labels] = {net.input: np.full(net.shapes[net.input], NONE)}
         self.repeats: dict[str, str] = {}
         """The input of each Expand, by its output: the same value for all channels."""
+        self.made: dict[tuple[str, int, Role], Labels] = {}
+        """What `_along` gives for a computed constant."""
+        self.maps: list[tuple[NodeProto, maps.Behaviour]] = []
+        """The maps that read parameters."""
 
     def run(self) -> None:
         """Label every value and join what belongs together."""
@@ -40,6 +48,8 @@ class Labelled:
         self.atoms.fix(self.labels[self.net.output], "they are the model's outputs")
         changed = True
         while changed:  # what differs along two axes cannot leave by either
+            for node, found in self.maps:
+                self._parameters(node, found)
             changed = sum(self._one_axis(value) for value in self.labels.values()) > 0
 
     def _node(self, node: NodeProto) -> None:
@@ -53,9 +63,8 @@ class Labelled:
         elif products.is_product(s, node):
             self._product(node)
         elif products.is_embedding(s, node):
-            ids = self.net.ids.get(node.input[0])
-            self.atoms.fix(self.atoms.along(ids, 0, "holds"), "samples name them by number")
-            self._put(node.output[0], self.atoms.along(ids, 1, "makes"))
+            self.atoms.fix(self._along(node.input[0], 0, "holds"), "samples name them by number")
+            self._put(node.output[0], self._along(node.input[0], 1, "makes"))
         elif recurrent.is_recurrent(s, node):
             self._recurrent(node)
         elif moves.is_move(self.net, node):
@@ -127,6 +136,28 @@ class Labelled:
         self.atoms.fix(roots[~one], self._why(node))
         return np.where(one, known[:, 0], NONE)
 
+    def _along(self, name: str, axis: int, role: Role) -> Labels:
+        """The atom of every entry of `axis` of a constant; of one that is computed, those of what it is made of.
+
+        An operator may mix the entries of an axis there, as the mean of a filter does. They are not fixed for it: a
+        trial of the group shows whether they can leave.
+        """
+        node, shapes = self.net.computed.get(name), self.net.shapes
+        if node is None:
+            return self.atoms.along(self.net.ids.get(name), axis, role)
+        if (name, axis, role) not in self.made:
+            listed = self.net.known(node.input[1]).tolist() if _reduces(node) else None
+            known = axes_of(node, [shapes.get(v, ()) for v in node.input], shapes[name], listed)
+            found, parts = np.full(shapes[name][axis], NONE), [v for v in node.input if self.net.tensors(v)]
+            main = max(parts, key=lambda v: prod(shapes[v]))
+            for v, names in zip(node.input, known.inputs if known else (), strict=False):
+                for own in [a for a, key in enumerate(names) if key == axis and v in parts]:
+                    atoms = self._along(v, own, role if v == main else "holds")
+                    self.atoms.join(found, atoms)
+                    found = np.where(found == NONE, atoms, found)
+            self.made[name, axis, role] = found
+        return self.made[name, axis, role]
+
     def _read(self, labels: Labels, columns: Labels) -> None:
         """A layer reads `labels` by the columns of its weight: what has none fixes the other."""
         labels, columns = np.broadcast_arrays(labels, columns)
@@ -135,19 +166,18 @@ class Labelled:
         self.atoms.join(labels, columns)
 
     def _convolution(self, node: NodeProto) -> None:
-        net, atoms = self.net, self.atoms
-        ids = net.ids.get(node.input[1])
+        net, atoms, weight = self.net, self.atoms, node.input[1]
         groups = settings(node).get("group", 1)
         turned = node.op_type == "ConvTranspose"
         rank = len(net.shapes[node.output[0]])
         x = self._lines(self.labels[node.input[0]], 1, node)
         if groups == 1:
-            self._read(x, atoms.along(ids, 0 if turned else 1, "reads"))
-            rows = atoms.along(ids, 1 if turned else 0, "makes")
+            self._read(x, self._along(weight, 0 if turned else 1, "reads"))
+            rows = self._along(weight, 1 if turned else 0, "makes")
         else:
             # whole groups leave: inputs and outputs of one group are one channel
             outs = net.shapes[node.output[0]][1]
-            own = atoms.along(ids, 0, "makes" if not turned else "reads")
+            own = self._along(weight, 0, "makes" if not turned else "reads")
             rows = own if not turned else np.full(outs, NONE)
             if turned:
                 self._read(x, own)
@@ -160,21 +190,21 @@ class Labelled:
             atoms.join(both, np.broadcast_to(first, both.shape))
             rows = np.where(np.repeat(loose, outs // groups), NONE, rows)
         if len(node.input) > 2 and node.input[2]:
-            atoms.join(rows, atoms.along(net.ids.get(node.input[2]), 0, "shifts"))
+            atoms.join(rows, self._along(node.input[2], 0, "shifts"))
         self._put(node.output[0], rows.reshape(-1, *(1,) * (rank - 2)))
 
     def _product(self, node: NodeProto) -> None:
         net, atoms = self.net, self.atoms
         first, second, transposed, third = products.operands(node)
         if second in net.constants and len(net.shapes[second]) == 2:
-            ids, x = net.ids.get(second), self._given(first)
+            x = self._given(first)
             if any(_differ(atoms.roots(x), axis) for axis in range(x.ndim - 1)) and self._join_lines(x, x.ndim - 1):
                 self._put(node.output[0], x.max(axis=-1, keepdims=True))  # its rows are channels
                 return
-            self._read(self._lines(x, x.ndim - 1, node), atoms.along(ids, int(transposed), "reads"))
-            rows = atoms.along(ids, 1 - int(transposed), "makes")
+            self._read(self._lines(x, x.ndim - 1, node), self._along(second, int(transposed), "reads"))
+            rows = self._along(second, 1 - int(transposed), "makes")
             if third and net.shapes[third]:
-                atoms.join(rows, atoms.along(net.ids.get(third), len(net.shapes[third]) - 1, "shifts"))
+                atoms.join(rows, self._along(third, len(net.shapes[third]) - 1, "shifts"))
             self._put(node.output[0], rows)
         elif transposed or (third and any(v not in self.labels for v in (first, second))):
             for v in (first, second):
@@ -187,10 +217,11 @@ class Labelled:
 
     def _given(self, first: str) -> Labels:
         """The labels of what a layer reads: data, a tensor of the bundle such as learned queries, or a constant."""
-        shape, ids = self.net.shapes[first], self.net.ids.get(first)
+        shape = self.net.shapes[first]
         if first in self.labels:
             return self.labels[first]
-        return np.broadcast_to(ANY if ids is None else self.atoms.along(ids, len(shape) - 1, "holds"), shape)
+        known = bool(self.net.tensors(first))
+        return np.broadcast_to(self._along(first, len(shape) - 1, "holds") if known else ANY, shape)
 
     def _heads(self, node: NodeProto, a: Labels, b: Labels) -> Labels:
         """Labels of a product of stacks of matrices: each matrix is one channel, a head."""
@@ -298,14 +329,20 @@ class Labelled:
             atoms.join(a, b)
             joined = np.where(a == ANY, b, np.where(b == NONE, NONE, a))
         self._put(out, joined)
-        for k, axes_of in found.parameters.items():
-            ids = net.ids.get(node.input[k])
-            for axis, at in enumerate(axes_of):
-                if at is None or ids is None:
+        if found.parameters:
+            self.maps.append((node, found))
+            self._parameters(node, found)
+
+    def _parameters(self, node: NodeProto, found: maps.Behaviour) -> None:
+        """A map reads the labels of its output by its parameters, where they differ along one axis."""
+        net, labels = self.net, self.labels[node.output[0]]
+        for k, owners in found.parameters.items():
+            for axis, at in enumerate(owners):
+                if at is None or not net.tensors(node.input[k]):
                     continue
-                roots = np.moveaxis(atoms.roots(self.labels[out]), at, 0).reshape(shape[at], -1)
+                roots = np.moveaxis(self.atoms.roots(labels), at, 0).reshape(labels.shape[at], -1)
                 if (roots == roots[:, :1]).all() and (roots >= 0).any():
-                    self._read(roots[:, 0], atoms.along(ids, axis, _role(node, k)))
+                    self._read(roots[:, 0], self._along(node.input[k], axis, _role(node, k)))
 
     def _mixed(self, node: NodeProto, labels: Labels, apart: tuple[bool, ...]) -> Labels:
         """Labels of an input, one along each axis that `node` mixes."""
@@ -339,6 +376,10 @@ def _differ(roots: Labels, axis: int) -> bool:
     """Whether labels differ along an axis, constants of the graph left out."""
     most = roots.max(axis=axis, keepdims=True, initial=ANY)
     return bool(((roots != most) & (roots != ANY)).any())
+
+
+def _reduces(node: NodeProto) -> bool:
+    return node.op_type.startswith("Reduce") and len(node.input) > 1
 
 
 def _role(node: NodeProto, k: int) -> Role:

@@ -71,8 +71,8 @@ def behaviour(s: Study, node: NodeProto) -> Behaviour | None:
 def _key(net: Net, node: NodeProto) -> Any:
     inputs = []
     for v in node.input:
-        small = v and (v in net.constants or v in net.sizes) and net.known(v).size < 16
-        inputs.append((net.shapes.get(v, ()), net.known(v).tobytes() if small else v in net.constants))
+        known = v in net.constants or v in net.sizes
+        inputs.append((net.shapes.get(v, ()), net.known(v).tobytes() if known and net.known(v).size < 16 else known))
     return (tuple(inputs), tuple(a.SerializeToString(deterministic=True) for a in node.attribute))
 
 

@@ -41,6 +41,8 @@ class Net:
     """The bundle's tensor that a constant is made of, the first one."""
     ids: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     """For a constant that is made of the bundle's tensors by moves alone, the numbers of their elements."""
+    computed: dict[str, NodeProto] = field(default_factory=dict)
+    """For a constant that is computed of the bundle's tensors, the node that made it."""
     growing: set[str] = field(default_factory=set)
     """The sizes that depend on the number of samples."""
     repeated: set[str] = field(default_factory=set)
@@ -122,6 +124,12 @@ class Net:
         """A constant, or a size for one sample. Raises KeyError for a value that carries data."""
         return self.constants[name] if name in self.constants else self.sizes[name]
 
+    def tensors(self, name: str) -> list[str]:
+        """`name`, or of a computed constant those of its sources whose elements have numbers."""
+        if name not in self.computed:
+            return [name] if name in self.ids else []
+        return list(dict.fromkeys(t for v in self.computed[name].input for t in self.tensors(v)))
+
     def users(self) -> dict[str, list[NodeProto]]:
         """The nodes that read each value."""
         found: dict[str, list[NodeProto]] = {}
@@ -157,6 +165,8 @@ def drop_unused(net: Net) -> None:
             live |= inner_reads(node)
             kept.append(node)
     net.nodes = kept[::-1]
+    for name, node in reversed(net.computed.items()):
+        live |= set(node.input) if name in live else set()
     net.constants = {k: v for k, v in net.constants.items() if k in live}
 
 

@@ -127,8 +127,10 @@ _MOVES = frozenset(
 
 
 def _follow(net: Net, node: NodeProto, outs: Sequence[str]) -> None:
-    """Follow element numbers through `node`, if it only moves constants."""
+    """Follow element numbers through `node`, if it only moves constants; keep a node that computes with such."""
     if node.op_type not in _MOVES or node.input[0] not in net.ids:
+        if any(v in net.ids or v in net.computed for v in node.input):
+            net.computed.update(dict.fromkeys(outs, node))
         return
     given: list[Array | None] = []
     for v in node.input:
