@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +211,22 @@ class _Causal(nn.Module):
         return self.head(self.both(x, x, self.mask, self.mask).mean(1))
 
 
-def test_a_transformer_under_a_causal_mask_is_exported_with_pytorch_s_programs(tmp_path: Path) -> None:
-    bundle = export_bundle(_Causal(), torch.zeros(2, 5, 3), tmp_path / "b", name="b", target=CLASSIFICATION)
+class _Captured(_Causal):
+    """The encoder's forward, held as an attribute before the export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = self.both.encoder.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(self.first(x), self.mask).mean(1))
+
+
+@pytest.mark.parametrize("make", [_Causal, _Captured])
+def test_a_transformer_under_a_causal_mask_is_exported_with_pytorch_s_programs(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    bundle = export_bundle(make(), torch.zeros(2, 5, 3), tmp_path / "b", name="b", target=CLASSIFICATION)
     assert {"model.pt2", "model-eval.pt2"} <= bundle.manifest.parts.keys()
 
 
