@@ -24,7 +24,7 @@ from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.commands.stopping import end_on_signals
 from edge_client.errors import MaskfleetError
 from edge_client.events import Log, Terminal, shown
-from edge_client.extras import needs
+from edge_client.extras import OF_PACKAGE, load, needs
 
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
@@ -151,12 +151,9 @@ class _Lazy(TyperGroup):
 
 
 def _load(entry: EntryPoint) -> Any:
-    """The command behind an entry point. Raises ConfigError when its package, or one it needs, is not installed."""
-    try:
-        loaded = entry.load()
-    except ImportError as error:
-        raise needs(f"`maskfleet {entry.name.replace('.', ' ')}`", entry.module.partition(".")[0], error) from None
-    return _command(loaded, entry.name.rpartition(".")[2])
+    """The command behind an entry point. Raises ConfigError when it, or a package it needs, does not load."""
+    name = entry.name.replace(".", " ")
+    return _command(load(entry, f"`maskfleet {name}`", callable, "function or typer.Typer"), name.split()[-1])
 
 
 def _command(what: Any, name: str) -> Any:
@@ -212,7 +209,8 @@ def build() -> TyperGroup:
     own = typer.Typer(**PLAIN)
     own.callback()(_options)
     options = typer.main.get_group(own)
-    entries = {e.name: e for e in entry_points(group="maskfleet.commands")}
+    found = sorted(entry_points(group="maskfleet.commands"), key=lambda e: e.module.partition(".")[0] in OF_PACKAGE)
+    entries = {e.name: e for e in found}  # of two with one name maskfleet's own
     return _Lazy(
         entries,
         name="maskfleet",

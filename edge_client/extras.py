@@ -1,15 +1,41 @@
-"""Which extra of maskfleet brings a module that is not installed."""
+"""What an entry point names: loaded, or why not, and which extra of maskfleet brings a module that is missing."""
 
 from __future__ import annotations
 
 import re
-from importlib.metadata import requires
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, requires
+from inspect import isabstract
+from typing import Any
 
 from edge_client.errors import ConfigError
 
 OF_PACKAGE = {"coord_server": "server", "edge_export": "author", "edge_bench": "bench", "edge_client": "all", "": "all"}
 OF_MODULE = {"sklearn": "bench"}  # imported under another name than it is installed by
 COLLECTIONS = ("all", "dev")  # extras that are made of others
+
+
+def load(entry: EntryPoint, what: str, fits: Callable[[Any], bool], kind: str) -> Any:
+    """What `entry`, of any package, names. `what` names it in an error; it `fits` when it is a `kind`.
+
+    Raises ConfigError when it does not load, or does not fit.
+    """
+    package = entry.module.partition(".")[0]
+    try:
+        found = entry.load()
+    except Exception as error:  # code of another package may fail in any way
+        if isinstance(error, ImportError) and package in OF_PACKAGE:
+            raise needs(what, package, error) from None
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what} cannot be loaded ({why}); install its package anew") from error
+    if not fits(found):
+        raise ConfigError(f"{what}: its entry point {entry.value!r} names no {kind}; mend it")
+    return found
+
+
+def subclass_of(base: type) -> Callable[[Any], bool]:
+    """Whether an object is a subclass of `base` that has instances."""
+    return lambda found: isinstance(found, type) and issubclass(found, base) and not isabstract(found)
 
 
 def needs(what: str, package: str, error: ImportError) -> ConfigError:

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, WithJsonSchema
 
-from edge_client.errors import DataError
+from edge_client.errors import ConfigError, DataError
+from edge_client.extras import load, subclass_of
 
 Labels = NDArray[Any]
 WORST = -1e6  # the least score that is reported: R^2 has no lower bound
@@ -185,11 +186,9 @@ def target_type(kind: object) -> type[Target]:
             "version of maskfleet"
         )
     try:
-        made: type[Target] = found[kind].load()
-    except Exception as error:  # a third party's package may fail in any way
-        raise ValueError(f"target {kind!r} cannot be loaded ({type(error).__name__}: {error}); reinstall it") from error
-    if not (isinstance(made, type) and issubclass(made, Target)):
-        raise ValueError(f"target {kind!r}: its entry point {found[kind].value!r} names no subclass of Target; mend it")
+        made: type[Target] = load(found[kind], f"target {kind!r}", subclass_of(Target), "complete subclass of Target")
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
     return made
 
 

@@ -17,7 +17,7 @@ import pytest
 from coordination import served, settings
 from pydantic import TypeAdapter, ValidationError
 
-from edge_client import backends, methods, targets
+from edge_client import artifacts, backends, methods, targets
 from edge_client.device.client import Client
 from edge_client.errors import ConfigError, UnreachableError
 from edge_client.link.remote import Remote
@@ -148,17 +148,19 @@ def test_a_method_whose_package_does_not_load_is_named_with_the_reason(
         make_method({"name": "theirs"})
 
 
-@pytest.mark.parametrize("where", ["edge_client.methods", "edge_client.task:Assignment", "edge_client.methods:below"])
+@pytest.mark.parametrize(
+    "where", [f"edge_client.{place}" for place in ("methods", "task:Assignment", "methods:below", "methods:Method")]
+)
 def test_an_entry_point_that_names_no_method_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(methods, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.methods")])
-    with pytest.raises(ConfigError, match=f"method 'theirs': its entry point '{where}' names no subclass of Method"):
+    with pytest.raises(ConfigError, match=f"'theirs': its entry point '{where}' names no complete subclass of Meth"):
         make_method({"name": "theirs"})
 
 
-@pytest.mark.parametrize("where", ["edge_client.targets", "edge_client.task:Assignment"])
+@pytest.mark.parametrize("where", ["edge_client.targets", "edge_client.task:Assignment", "edge_client.targets:Target"])
 def test_an_entry_point_that_names_no_target_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(targets, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.targets")])
-    with pytest.raises(ValueError, match=f"target 'theirs': its entry point '{where}' names no subclass of Target"):
+    with pytest.raises(ValueError, match=f"'theirs': its entry point '{where}' names no complete subclass of Tar"):
         targets.target_type("theirs")
 
 
@@ -167,3 +169,15 @@ def test_a_backend_that_does_not_load_is_named_with_the_reason(monkeypatch: pyte
     monkeypatch.setattr(backends, "entry_points", lambda **_: [broken])
     with pytest.raises(ConfigError, match=r"backend 'theirs' cannot be loaded \(AttributeError: .*NoSuch.*install"):
         load_backend("theirs")
+
+
+@pytest.mark.parametrize("where", ["edge_client.training", "edge_client.backends:DEFAULT_BACKEND"])
+def test_an_entry_point_that_opens_no_bundle_or_makes_no_writer_is_named(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(backends, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.trainers")])
+    with pytest.raises(ConfigError, match=f"backend 'theirs': its entry point '{where}' names no function that opens"):
+        load_backend("theirs")
+    monkeypatch.setattr(artifacts, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.artifacts")])
+    with pytest.raises(ConfigError, match=f"artifact 'theirs': its entry point '{where}' names no class of writers"):
+        artifacts.writer("theirs")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from edge_client.errors import ConfigError
-from edge_client.extras import needs
+from edge_client.extras import load
 
 ADVICE = "keep the ONNX model and report it"
 BATCH = 16  # samples of one call while proving
@@ -47,8 +47,5 @@ def writer(kind: str) -> Writer:
     found = {e.name: e for e in entry_points(group="maskfleet.artifacts")}
     if kind not in found:
         raise ConfigError(f"there is no artifact {kind!r}; choose one of {sorted(found)}")
-    try:
-        made: Writer = found[kind].load()()
-    except ImportError as error:
-        raise needs(f"artifact {kind!r}", found[kind].module.partition(".")[0], error) from None
+    made: Writer = load(found[kind], f"artifact {kind!r}", callable, "class of writers")()
     return made

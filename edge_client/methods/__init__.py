@@ -48,6 +48,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from edge_client.bundle import Model, digest
 from edge_client.errors import ConfigError, first_fault, suggestion
+from edge_client.extras import load, subclass_of
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
@@ -288,15 +289,7 @@ def installed_methods() -> dict[str, EntryPoint]:
 
 def load_method(found: EntryPoint) -> type[Method]:
     """The class of an installed method. Raises ConfigError."""
-    try:
-        kind: type[Method] = found.load()
-    except Exception as error:  # code of another package may fail in any way
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"method {found.name!r} cannot be loaded ({why}); install its package anew") from error
-    if not (isinstance(kind, type) and issubclass(kind, Method)):
-        raise ConfigError(
-            f"method {found.name!r}: its entry point {found.value!r} names no subclass of Method; mend it"
-        )
+    kind: type[Method] = load(found, f"method {found.name!r}", subclass_of(Method), "complete subclass of Method")
     return kind
 
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from edge_client.backends import installed
 from edge_client.bundle import F32, Bundle, Manifest
-from edge_client.errors import ConfigError
-from edge_client.extras import needs
+from edge_client.extras import load
 from edge_client.narrow import Channels
 
 
@@ -67,14 +66,9 @@ def load_backend(backend: str) -> Callable[[Bundle, int], Trainer]:
 
     Raises ConfigError for any other, and for one that does not load.
     """
-    entry = installed(backend)
-    try:
-        opener: Callable[[Bundle, int], Trainer] = entry.load()
-    except ImportError as error:
-        raise needs(f"training backend {backend!r}", entry.module.partition(".")[0], error) from None
-    except Exception as error:  # code of another package may fail in any way
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"training backend {backend!r} cannot be loaded ({why}); install its package anew") from error
+    opener: Callable[[Bundle, int], Trainer] = load(
+        installed(backend), f"training backend {backend!r}", callable, "function that opens a bundle"
+    )
     return opener
 
 
