@@ -80,7 +80,7 @@ class Bundles:
                 blobs.put(bundle_shelf(digest), manifest)
 
         await asyncio.to_thread(self._record, digest, store)
-        return await asyncio.to_thread(self._receipt, digest, self._store.blobs.holds)
+        return await asyncio.to_thread(self._receipt, digest, checked=True)
 
     def _record(self, digest: str, store: Callable[[], None]) -> None:
         """Record a bundle whose blobs `store` writes. Blocks. Raises StateError."""
@@ -139,7 +139,7 @@ class Bundles:
             blobs.put(shelf, made.content)
             blobs.put(shelf, made.weights)
             for name, part in made.model.manifest.parts.items():
-                if name != WEIGHTS and not blobs.holds(shelf, part.sha256, part.size):
+                if name != WEIGHTS and blobs.size(shelf, part.sha256) != part.size:
                     blobs.put(shelf, blobs.read(bundle_shelf(source), part.sha256))
 
         self._record(made.digest, store)
@@ -167,11 +167,14 @@ class Bundles:
             raise Refusal("not-found", f"there is no bundle {digest}; POST its manifest to /v1/bundles first")
         return read_manifest(self._store, digest)
 
-    def _receipt(self, digest: str, holds: Callable[[str, str, int], bool] | None = None) -> BundleReceipt:
-        """Parts are looked for by `holds`, by their sizes alone when it is left out."""
+    def _receipt(self, digest: str, checked: bool = False) -> BundleReceipt:
+        """What is missing: parts of another size, and if `checked` those of another digest, each read once."""
         manifest, shelf, blobs = self._manifest(digest), bundle_shelf(digest), self._store.blobs
-        holds = holds or (lambda shelf, sha256, size: blobs.size(shelf, sha256) == size)
-        missing = [n for n, p in manifest.parts.items() if not holds(shelf, p.sha256, p.size)]
+        due = {part.sha256: part.size for part in manifest.parts.values()}
+        here = {sha256 for sha256, size in due.items() if blobs.size(shelf, sha256) == size}
+        if checked:
+            here = {sha256 for sha256 in here if blobs.holds(shelf, sha256)}
+        missing = [name for name, part in manifest.parts.items() if part.sha256 not in here]
         return BundleReceipt(digest=digest, name=manifest.name, missing=sorted(missing))
 
     def _summary(self, digest: str, added_at: float) -> BundleSummary:

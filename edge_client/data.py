@@ -194,8 +194,8 @@ def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
 def _marked(arrays: Mapping[str, NDArray[Any]], what: str) -> bool:
     """Whether a file says that its samples are normalised already. Raises DataError unless that is one truth value."""
     mark = np.asarray(arrays.get("normalised", False))
-    if mark.size != 1 or mark.dtype.kind not in "biuf":
-        raise DataError(f"{what}: `normalised` has shape {mark.shape}, dtype {mark.dtype}; give True or False")
+    if mark.size != 1 or mark.dtype.kind not in "biuf" or mark.item() not in (0, 1):
+        raise DataError(f"{what}: `normalised` is {str(mark)[:60]!r}; give True or False, one value that is no text")
     return bool(mark.all())
 
 

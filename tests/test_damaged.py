@@ -53,7 +53,7 @@ def test_a_damaged_manifest_is_named_and_the_other_bundles_are_listed(tmp_path: 
     play(tmp_path, restarted)
 
 
-@pytest.mark.parametrize("held", [b"grapf", b"grap", None], ids=["damaged", "cut", "gone"])
+@pytest.mark.parametrize("held", [b"grapf", b"grap", b"graphs", None], ids=["damaged", "cut", "longer", "gone"])
 def test_a_damaged_part_is_missing_when_its_bundle_is_posted_again_and_the_next_upload_mends_it(
     held: bytes | None, tmp_path: Path
 ) -> None:

@@ -152,8 +152,15 @@ def test_each_mistake_is_named_with_its_value(arrays: dict[str, np.ndarray], sai
     [
         ({"x_test": X[:, :2], "y_test": Y}, "d.npz: a sample of x_test has shape (2,), one of x (3,)"),
         ({"x_val": X[:, :2], "y_val": Y}, "d.npz: a sample of x_val has shape (2,), one of x (3,)"),
-        ({"normalised": np.array([True, False])}, "d.npz: `normalised` has shape (2,), dtype bool; give True or False"),
-        ({"normalised": np.array("False")}, "d.npz: `normalised` has shape (), dtype <U5"),
+        (
+            {"normalised": np.array([True, False])},
+            "d.npz: `normalised` is '[ True False]'; give True or False, one value",
+        ),
+        (
+            {"normalised": np.array("False")},
+            "d.npz: `normalised` is 'False'; give True or False, one value that is no text",
+        ),
+        ({"normalised": np.array(np.nan)}, "d.npz: `normalised` is 'nan'; give True or False"),
     ],
 )
 def test_what_fits_no_model_is_refused_before_a_device_joins(

@@ -242,12 +242,16 @@ def test_a_hostile_reflection_is_refused() -> None:
             method.read_update(Assignment(c, 1, "a"), method.start(c), None, update)
 
 
-@pytest.mark.parametrize("settings", [{"name": "feddr", "alpha": 2.5}, {"name": "fedmap", "dr": {"later_alpha": 2.5}}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"name": "feddr", "alpha": 2.5}, *({"name": "fedmap", "dr": {key: 2.5}} for key in ("alpha", "later_alpha"))],
+)
 def test_a_relaxation_beyond_two_which_diverges_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"alpha = 2\.5: .*less than or equal to 2"):
         make_method(settings)
 
 
 def test_settings_of_a_splitting_that_has_ended_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"setting dr: later = 'fedavg' .* later_eta and later_alpha change nothing"):
-        make_method({"name": "fedmap", "dr": {"later": "fedavg", "later_alpha": 1.5}})
+    for ended in ({"later_alpha": 1.5}, {"later_eta": 1.5}):
+        with pytest.raises(ConfigError, match=r"setting dr: later = 'fedavg' .* later_eta and later_alpha change noth"):
+            make_method({"name": "fedmap", "dr": {"later": "fedavg", **ended}})

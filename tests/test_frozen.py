@@ -127,6 +127,13 @@ def test_a_bundle_whose_layers_before_the_head_are_frozen_has_nothing_to_mask(se
         make_method(settings).start(there.course)
 
 
+@pytest.mark.parametrize("head", ["auto", "mask", "keep"])
+def test_a_bundle_without_a_trained_layer_has_nothing_to_mask(head: str) -> None:
+    there = Rounds(make_method({"name": "fedavg"}), frozen("0.w", "0.b", "1.w", "1.b", "2.w", "2.b"))
+    with pytest.raises(ConfigError, match="trains no layer that can be masked; choose another method"):
+        make_method({"name": "fedpm", "head": head}).start(there.course)
+
+
 @pytest.mark.parametrize("name", ["fedpm", "deltamask", "coupled", "linear_probing"])
 def test_a_probed_head_is_what_is_trained_of_the_last_layer(name: str) -> None:
     """Devices whose engine is faulty, or that are hostile, would move what is frozen of it too."""

@@ -463,6 +463,10 @@ def test_the_list_names_every_reproduction_and_whether_it_has_results(
     said = capsys.readouterr().out
     assert "tiny" in said
     assert "1 seed" in said
+    reproduce("tiny", seeds=2, only="fedavg")
+    capsys.readouterr()
+    reproduce(show=True)
+    assert "2 seeds" in capsys.readouterr().out
 
 
 def test_a_summary_without_scores_has_bytes_still() -> None:

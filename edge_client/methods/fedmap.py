@@ -138,7 +138,9 @@ class DouglasRachford(BaseModel):
     @model_validator(mode="after")
     def _used(self) -> DouglasRachford:
         if self.later == "fedavg" and (self.later_eta or self.later_alpha):
-            raise ValueError("later = 'fedavg' is plain averaging, so later_eta and later_alpha change nothing")
+            raise ValueError(
+                "later = 'fedavg' is plain averaging, so later_eta and later_alpha change nothing; remove them"
+            )
         return self
 
     def after(self, prunings: int) -> DouglasRachford | None:

@@ -317,7 +317,7 @@ def contexts(model: Model, held: F32) -> tuple[Contexts, Contexts]:
 def halves(held: F32, change: F32) -> NDArray[np.float16]:
     """Differences to the statistics `held` as they travel; what is beyond float16 is left for the next round.
 
-    None is rounded so far down that a statistic becomes negative by it: a variance may not.
+    One whose rounding would make a statistic negative is rounded towards 0: a variance may not be negative.
     """
     rounded: NDArray[np.float16] = np.clip(change, -HALF, HALF).astype("<f2")
     negative = (held + rounded < 0) & (held + change >= 0)

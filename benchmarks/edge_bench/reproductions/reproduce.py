@@ -114,8 +114,8 @@ def prepare(wanted: Iterable[Cell], name: str) -> dict[str, tuple[Cell, str]]:
 def listing() -> Table:
     """One line for each reproduction."""
     table = plain_table()
-    for head in ("name", "what", "minutes", "results"):
-        justify: JustifyMethod = "right" if head == "minutes" else "left"
+    for head in ("name", "what", "min/seed", "results"):
+        justify: JustifyMethod = "right" if head == "min/seed" else "left"
         table.add_column(head, justify=justify, overflow="fold", no_wrap=head == "name")
     for name in reproduction.names():
         r = reproduction.read(name)

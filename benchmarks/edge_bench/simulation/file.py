@@ -145,7 +145,7 @@ def read_simulation(
 def find_bundle(name: str) -> Bundle:
     """The bundle `name`: packaged, built on demand (`bundles.NAMES`), else a folder.
 
-    Raises BundleError; ConfigError or DataError when it cannot be built.
+    Raises BundleError for a damaged one; ConfigError or DataError when there is none or it cannot be built.
     """
     if name in NAMES and name not in packaged():
         return open_named(name)

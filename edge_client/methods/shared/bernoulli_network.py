@@ -77,6 +77,8 @@ class MaskedNetwork(Method):
                 "Of trained weights only linear layers are masked unless `layers` names others, and beside the head "
                 f"there is none; choose `layers` from {[x.name for x in layers]}, or another method"
             )
+        if not found and not head(m).blocks:
+            raise ConfigError(f"bundle {m.name!r} trains no layer that can be masked; choose another method")
         if not found:
             raise ConfigError(
                 f'no layer but the head {m.layers[-1].name!r} is trained, and head = "{self.head_of(model)}" does not '
