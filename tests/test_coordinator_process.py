@@ -161,7 +161,7 @@ def test_a_device_with_a_damaged_record_can_be_removed_while_its_update_waits_to
 def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     federation = Federation(
         id="har-by-person", config=FederationConfig.model_validate(settings(name="har-by-person", rounds=1000)),
-        phase="paused", round=120, devices=1000, updates=90, expected=10, attempt=12, deadline_in=3600.0,
+        phase="paused", round=121, devices=1000, updates=90, expected=10, attempt=12, deadline_in=3600.0,
         fault="round 120 failed 3 times: 1 of 2 updates; pi-07: out-of-memory [bold]",
     )  # fmt: skip
     half = Scores(mean=0.5, worst=0.25, p10=0.25, best=1.0)
@@ -187,8 +187,8 @@ def test_the_operators_tables_are_readable_in_eighty_columns(monkeypatch: pytest
     environment = {"COLUMNS": "80", "MASKFLEET_OPERATOR_TOKEN": OPERATOR, "TERM": "dumb"}
     shown = {}
     for command, words in {
-        "list": ["method", "paused", "120/1000", "devices", "updates", "ends", "fault", "[bold]"],
-        "show har": ["har-by-person fedavg, paused, round 120 of 1000", "fault", "out-of-memory [bold]", "0.500 mean",
+        "list": ["method", "paused", "121/1000", "devices", "updates", "ends", "fault", "[bold]"],
+        "show har": ["har-by-person fedavg, paused, round 121 of 1000", "fault", "out-of-memory [bold]", "0.500 mean",
                      "failed: pi-07 (out-of-memory", "mend the fault, then `maskfleet federation resume"],
         "show har --config": ["max_attempts", "fedavg", "personalise best"],
         "devices har": ["score", "messages", "state", "enrolled", "removed", "failed", "last seen",

@@ -21,7 +21,7 @@ from rounds import Rounds
 
 from edge_client.bundle import MANIFEST, Manifest
 from edge_client.commands.inspection import NO_GROUPS, bundle, payload
-from edge_client.errors import BundleError, PayloadError
+from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
 from edge_client.protocol.metrics import METRICS, split_metrics
 from edge_client.protocol.payload import Payload, encode
@@ -96,7 +96,7 @@ def test_other_bytes_and_a_missing_file_are_refused(tmp_path: Path) -> None:
 def test_a_packaged_bundle_is_inspected_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     bundle("digits")
     assert "all parts match" in capsys.readouterr().out
-    with pytest.raises(BundleError, match="did you mean 'digits'"):
+    with pytest.raises(ConfigError, match="did you mean 'digits'"):
         bundle("digts")
 
 

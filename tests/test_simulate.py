@@ -355,7 +355,7 @@ def test_names_that_are_not_there_are_refused_with_the_nearest(tmp_path: Path) -
     file.write_text('bundle = "digits"\nrounds = 1\ncohort = 1\n[data]\nname = "digits"\n[methods.fedavg]\n')
     with pytest.raises(ConfigError, match="has no method 'fedavgg'; known are fedavg; did you mean 'fedavg'"):
         simulate_cli.simulate(file, only="fedavgg")
-    with pytest.raises(BundleError, match="did you mean 'digits'"):
+    with pytest.raises(ConfigError, match="did you mean 'digits'"):
         simulate_cli.simulate(file, bundle="dgits")
 
 
@@ -400,9 +400,9 @@ def test_an_unknown_method_backend_or_bundle_is_refused(bundle: Bundle, devices:
     for changes in ({"methods": {"alchemy": {}}}, {"backend": "abacus"}):
         with pytest.raises(ConfigError, match=r"alchemy|abacus"):
             run_all(config(**changes), bundle, devices)
-    with pytest.raises(BundleError, match=r"nowhere.*digits.*mlp-har"):
+    with pytest.raises(ConfigError, match=r"nowhere.*digits.*mlp-har"):
         find_bundle("nowhere")
-    with pytest.raises(BundleError, match="did you mean 'digits'"):
+    with pytest.raises(ConfigError, match="did you mean 'digits'"):
         find_bundle("digit")
 
 
