@@ -145,8 +145,8 @@ class _Lazy(TyperGroup):
         return _Lazy(below, name=cmd_name, help=f"Commands: {', '.join(below)}.") if below else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is called, imported; an entry point of another package does not replace `commands`."""
-        entry = None if args[0] in self.commands else self.entries.get(args[0])
+        """The command that is called, imported."""
+        entry = self.entries.get(args[0])
         return super().resolve_command(ctx, args) if entry is None else (args[0], _load(entry), args[1:])
 
 
@@ -209,15 +209,15 @@ def build() -> TyperGroup:
     own = typer.Typer(**PLAIN)
     own.callback()(_options)
     options = typer.main.get_group(own)
+    here = {"join": _command(join, "join")}
     found = sorted(entry_points(group="maskfleet.commands"), key=lambda e: e.module.partition(".")[0] in OF_PACKAGE)
-    entries = {e.name: e for e in found}  # of two with one name maskfleet's own
     return _Lazy(
-        entries,
+        {e.name: e for e in found if e.name not in here},  # of two with one name maskfleet's own
         name="maskfleet",
         help=_options.__doc__,
         params=options.params,
         callback=options.callback,
-        commands={"join": _command(join, "join")},
+        commands=here,
     )
 
 
