@@ -65,7 +65,7 @@ def look(operator: Operator, id_: str, url: str, before: Look | None = None) -> 
     known = [] if before is None else before.rounds[:-1]  # what devices fetch is still counted for the last one
     try:
         asked = operator.rounds(id_, known[-1].round + 1 if known else 1)
-        rounds = [*known, *(r for r in asked if r.round <= _closed(found))]  # more may have closed since the answer
+        rounds = [*known, *(r for r in asked if r.round <= found.closed)]  # more may have closed since the answer
         found = found.model_copy(update={"fault": found.fault or _unread(found, rounds)})
         if before is not None and now < before.listed + STEADY and _same(found, before.federation):
             return Look(found, rounds, before.devices, url, now, before.listed)
@@ -76,14 +76,9 @@ def look(operator: Operator, id_: str, url: str, before: Look | None = None) -> 
         return Look(found, [], [], url, now, loaded=False)  # its fault has the reason
 
 
-def _closed(f: Federation) -> int:
-    """The last closed round."""
-    return f.round if f.phase == "finished" else f.round - 1
-
-
 def _unread(f: Federation, rounds: Sequence[Round]) -> str | None:
     """Which closed rounds the coordinator did not list, None when it listed all."""
-    gone = sorted(set(range(1, _closed(f) + 1)) - {r.round for r in rounds})
+    gone = sorted(set(range(1, f.closed + 1)) - {r.round for r in rounds})
     named = _named([f"round {n}" for n in gone])
     return f"the record of {named} of {f.id} is damaged; restore the database" if gone else None
 

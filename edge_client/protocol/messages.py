@@ -169,6 +169,11 @@ class Federation(Message):
     caution: str | None = None
     """In the answer to its creation alone: what its method warns of with this bundle and these settings."""
 
+    @property
+    def closed(self) -> int:
+        """The last closed round, 0 before the first."""
+        return self.round if self.phase == "finished" else max(self.round - 1, 0)
+
 
 class Enrol(Message):
     """A device presents a join token and the credential it made for itself (256 random bits, hex).

@@ -91,8 +91,7 @@ class Fleet:
             for p in (self.coordinator, *joined):
                 p.check()
             federation = self.operator.federation(id_)
-            closed = federation.round if federation.phase == "finished" else max(federation.round - 1, 0)
-            if closed > seen:
+            if federation.closed > seen:
                 done = self.operator.rounds(id_)
                 seen = len(done)  # another round may have closed since the request before
                 progress(done)
