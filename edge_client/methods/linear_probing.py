@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import numpy as np
 from pydantic import Field
 
-from edge_client.blocks import frozen, head
+from edge_client.blocks import head
 from edge_client.bundle import F32, Model
 from edge_client.errors import ConfigError
 from edge_client.methods import Influence, Range, Search
@@ -84,8 +85,7 @@ class LinearProbing(Coded):
         return self.uplink.limit(self.exchanged(model))
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
-        m = a.model.manifest
-        trained = self.uplink.read(a, "head", payload, state.head, head(m).gather(frozen(m)))
+        trained = self.uplink.read(a, "head", payload, state.head, np.zeros(state.head.size, np.bool_))
         return Update(trained, count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
@@ -123,7 +123,8 @@ class LinearProbing(Coded):
         batches = task.batches(self.epochs, self.batch)
         own, loss = descend_on(part, task, batches, values, buffers, optimiser)
         residual = None if kept is None else kept.residual
-        sent, left = self.uplink.send(task.assignment, "head", own, received.head, part.gather(frozen(m)), residual)
+        fixed = np.zeros(part.size, np.bool_)  # what is frozen of the layer does not travel
+        sent, left = self.uplink.send(task.assignment, "head", own, received.head, fixed, residual)
         return Local(Kept(buffers, left), Payload(sent, {"samples": task.samples}), Personal(values, buffers), loss)
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
