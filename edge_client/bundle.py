@@ -41,6 +41,7 @@ WARNINGS = "warnings.txt"  # beside the parts, never sent: a line for each thing
 
 
 MAX_TENSORS = 100_000  # rows of a table
+MAX_MANIFEST = 4 << 20  # bytes of a manifest on the wire: it has one row a tensor
 MAX_VALUES = 1 << 32  # of a dimension, a sample or a table; a device's own limit, --max-parameters, is lower
 Shape = Annotated[tuple[Annotated[int, Field(gt=0, le=MAX_VALUES)], ...], Field(max_length=8)]
 

@@ -27,7 +27,7 @@ from coordination import (
 )
 
 from coord_server.http.bodies import JSON_DEPTH, JSON_LIMIT
-from edge_client.bundle import digest
+from edge_client.bundle import MAX_MANIFEST, digest
 
 
 def test_bundles_and_payloads_have_etags_ranges_and_their_readers(tmp_path: Path) -> None:
@@ -180,6 +180,8 @@ def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> No
         assert "../train.onnx" in refused(await fleet.operator("POST", "/v1/bundles", content=odd), "bad-bundle")
         huge = manifest(d=1 << 29).to_bytes()  # some hundred bytes that would make a coordinator fill gigabytes
         assert "--max-parameters" in refused(await fleet.operator("POST", "/v1/bundles", content=huge), "bad-bundle")
+        long = await fleet.operator("POST", "/v1/bundles", content=b" " * (MAX_MANIFEST + 1))  # devices take no longer one
+        assert f"at most {MAX_MANIFEST}" in refused(long, "too-large")
         receipt = (await fleet.operator("POST", "/v1/bundles", content=manifest().to_bytes())).json()
         assert receipt["missing"] == ["train.onnx"]
         refused(await fleet.operator("POST", "/v1/federations", json=settings()), "bundle-incomplete")

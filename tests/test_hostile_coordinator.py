@@ -115,7 +115,7 @@ def test_a_part_without_end_is_cut_off_just_after_its_size(tmp_path: Path) -> No
 
 
 def test_a_manifest_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_client.link.remote_bundle.MANIFEST_MOST", 1 << 20)
+    monkeypatch.setattr("edge_client.link.remote_bundle.MAX_MANIFEST", 1 << 20)
     with pytest.raises(UnreachableError, match="do not match their SHA-256"):
         open_remote(remote(lambda _: httpx.Response(200, content=endless())), "0" * 64, tmp_path)
 

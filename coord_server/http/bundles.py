@@ -13,11 +13,10 @@ from coord_server.http.openapi import MANIFEST_SCHEMA
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
+from edge_client.bundle import MAX_MANIFEST
 from edge_client.protocol.messages import Name
 from edge_client.protocol.operator import BundleReceipt, BundleSummary, MethodSummary
 from edge_client.protocol.payload import MEDIA_TYPE as PAYLOAD
-
-MANIFEST_LIMIT = 64 << 20  # bytes; a manifest grows with the number of tensors, not of parameters
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 
@@ -34,7 +33,7 @@ _PART = {"required": True, "content": {blobs.BINARY: _BINARY}}
 )
 async def upload_manifest(request: Request, served: Operated) -> BundleReceipt:
     """The body is `manifest.json` byte for byte; its SHA-256 is the bundle's address. PUT the missing parts next."""
-    return await served.bundles.add(await bodies.read_bounded(request, MANIFEST_LIMIT, "a manifest"))
+    return await served.bundles.add(await bodies.read_bounded(request, MAX_MANIFEST, "a manifest"))
 
 
 @router.get("/bundles", responses=LINK)

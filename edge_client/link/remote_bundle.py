@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_client.bundle import MANIFEST, Bundle, Manifest, digest, parse_manifest
+from edge_client.bundle import MANIFEST, MAX_MANIFEST, Bundle, Manifest, digest, parse_manifest
 from edge_client.errors import BundleError, PayloadError
 from edge_client.files import digest_of, disk, make_folder, replace, write_whole
 from edge_client.graph.check import check_graph
 from edge_client.link.remote import Remote
 
 MAX_PARAMETERS = 1 << 25  # of one model, statistics included: 134 MB of float32, of which training needs several
-MANIFEST_MOST = 4 << 20  # bytes; a manifest has one row a tensor
 SMALL = 64 << 20  # bytes of any part or payload beside the model's values
 BYTES_PER_VALUE = 16  # of a part or payload: four float32 vectors of the model's size
 
@@ -55,7 +54,7 @@ def open_remote(remote: Remote, address: str, cache: Path, max_parameters: int =
         data = path.read_bytes() if path.is_file() else b""
     if digest(data) != address:
         make_folder(folder)
-        data = remote.fetch(f"/v1/bundles/{address}", MANIFEST_MOST, address, "fetching the model's manifest")
+        data = remote.fetch(f"/v1/bundles/{address}", MAX_MANIFEST, address, "fetching the model's manifest")
         write_whole(path, data)
     manifest = parse_manifest(data)
     if manifest.d + manifest.buffers_d > max_parameters:
