@@ -5,8 +5,9 @@ No backend is imported here, because the coordinator uses this too. What a backe
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
+from edge_client import extras
 from edge_client.bundle import Manifest
 from edge_client.errors import ConfigError
 
@@ -21,7 +22,7 @@ PARTS = {
 
 def installed(backend: str, advice: str = "") -> EntryPoint:
     """The entry point of a backend. Raises ConfigError with the choices and `advice` when there is none."""
-    found = {e.name: e for e in entry_points(group="maskfleet.trainers")}
+    found = extras.installed("maskfleet.trainers")
     if backend not in found:
         raise ConfigError(f"there is no training backend {backend!r}; choose one of {sorted(found)}{advice}")
     return found[backend]

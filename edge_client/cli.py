@@ -12,7 +12,7 @@ import ast
 import os
 import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +24,7 @@ from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.commands.stopping import end_on_signals
 from edge_client.errors import MaskfleetError
 from edge_client.events import Log, Terminal, shown
-from edge_client.extras import OF_PACKAGE, load, needs
+from edge_client.extras import installed, load, needs
 
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
@@ -210,9 +210,8 @@ def build() -> TyperGroup:
     own.callback()(_options)
     options = typer.main.get_group(own)
     here = {"join": _command(join, "join")}
-    found = sorted(entry_points(group="maskfleet.commands"), key=lambda e: e.module.partition(".")[0] in OF_PACKAGE)
     return _Lazy(
-        {e.name: e for e in found if e.name not in here},  # of two with one name maskfleet's own
+        {name: e for name, e in installed("maskfleet.commands").items() if name not in here},
         name="maskfleet",
         help=_options.__doc__,
         params=options.params,

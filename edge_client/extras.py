@@ -1,10 +1,10 @@
-"""What an entry point names: loaded, or why not, and which extra of maskfleet brings a module that is missing."""
+"""Entry points: which are installed, what one names, and which extra of maskfleet brings a module that is missing."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, requires
+from importlib.metadata import EntryPoint, entry_points, requires
 from inspect import isabstract
 from typing import Any
 
@@ -13,6 +13,15 @@ from edge_client.errors import ConfigError
 OF_PACKAGE = {"coord_server": "server", "edge_export": "author", "edge_bench": "bench", "edge_client": "all", "": "all"}
 OF_MODULE = {"sklearn": "bench"}  # imported under another name than it is installed by
 COLLECTIONS = ("all", "dev")  # extras that are made of others
+
+
+def installed(group: str) -> dict[str, EntryPoint]:
+    """The entry points of a group by name, in the order of names; none is loaded.
+
+    One of maskfleet itself is never replaced by another package's of its name.
+    """
+    found = sorted(entry_points(group=group), key=lambda e: (e.name, e.module.partition(".")[0] in OF_PACKAGE))
+    return {e.name: e for e in found}
 
 
 def load(entry: EntryPoint, what: str, fits: Callable[[Any], bool], kind: str) -> Any:

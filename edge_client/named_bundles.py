@@ -6,18 +6,18 @@ holds a manifest is a bundle under its own name. The package is not imported.
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
 from edge_client.bundle import MANIFEST
 from edge_client.errors import ConfigError, suggestion
+from edge_client.extras import installed
 
 
 def packaged() -> dict[str, Path]:
     """The folder of every bundle that an installed package brings, by name."""
     found: dict[str, Path] = {}
-    for entry in sorted(entry_points(group="maskfleet.bundles"), key=lambda e: e.name):
+    for entry in installed("maskfleet.bundles").values():
         spec = find_spec(entry.module)
         for package in (spec.submodule_search_locations or ()) if spec is not None else ():
             for manifest in sorted(Path(package, entry.attr).glob(f"*/{MANIFEST}")):

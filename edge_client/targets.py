@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, WithJsonSchema
 
 from edge_client.errors import ConfigError, DataError
-from edge_client.extras import load, subclass_of
+from edge_client.extras import installed, load, subclass_of
 
 Labels = NDArray[Any]
 WORST = -1e6  # the least score that is reported: R^2 has no lower bound
@@ -179,7 +178,7 @@ class Regression(Target):
 
 def target_type(kind: object) -> type[Target]:
     """The installed target of this kind. Raises ValueError with the choices."""
-    found = {e.name: e for e in entry_points(group="maskfleet.targets")}
+    found = installed("maskfleet.targets")
     if not isinstance(kind, str) or kind not in found:
         raise ValueError(
             f"there is no target {kind!r} here, only {sorted(found)}; install the package that adds it, or another "

@@ -17,7 +17,7 @@ import pytest
 from coordination import served, settings
 from pydantic import TypeAdapter, ValidationError
 
-from edge_client import artifacts, backends, methods, targets
+from edge_client import artifacts, extras, targets
 from edge_client.device.client import Client
 from edge_client.errors import ConfigError, UnreachableError
 from edge_client.link.remote import Remote
@@ -138,12 +138,20 @@ def test_a_method_whose_name_is_none_is_a_setting_to_correct(tmp_path: Path, nam
     asyncio.run(main())
 
 
+def test_what_another_package_installs_does_not_replace_ours_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = (EntryPoint("twice", f"{room}:it", "maskfleet.methods") for room in ("coord_server.serve", "theirs"))
+    first = EntryPoint("apart", "theirs:other", "maskfleet.methods")
+    for found in ([ours, theirs, first], [theirs, first, ours]):
+        monkeypatch.setattr(extras, "entry_points", lambda group, found=found: found)
+        assert list(extras.installed("maskfleet.methods").items()) == [("apart", first), ("twice", ours)]
+
+
 @pytest.mark.parametrize("where", ["no_such_package:Method", "edge_client.methods:NoSuchMethod"])
 def test_a_method_whose_package_does_not_load_is_named_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     broken = EntryPoint("theirs", where, "maskfleet.methods")
-    monkeypatch.setattr(methods, "entry_points", lambda **_: [broken])
+    monkeypatch.setattr(extras, "entry_points", lambda **_: [broken])
     with pytest.raises(ConfigError, match=r"method 'theirs' cannot be loaded \(\w+Error: .*(?i:no_?such).*install"):
         make_method({"name": "theirs"})
 
@@ -152,21 +160,21 @@ def test_a_method_whose_package_does_not_load_is_named_with_the_reason(
     "where", [f"edge_client.{place}" for place in ("methods", "task:Assignment", "methods:below", "methods:Method")]
 )
 def test_an_entry_point_that_names_no_method_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.setattr(methods, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.methods")])
+    monkeypatch.setattr(extras, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.methods")])
     with pytest.raises(ConfigError, match=f"'theirs': its entry point '{where}' names no complete subclass of Meth"):
         make_method({"name": "theirs"})
 
 
 @pytest.mark.parametrize("where", ["edge_client.targets", "edge_client.task:Assignment", "edge_client.targets:Target"])
 def test_an_entry_point_that_names_no_target_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.setattr(targets, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.targets")])
+    monkeypatch.setattr(extras, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.targets")])
     with pytest.raises(ValueError, match=f"'theirs': its entry point '{where}' names no complete subclass of Tar"):
         targets.target_type("theirs")
 
 
 def test_a_backend_that_does_not_load_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = EntryPoint("theirs", "edge_client.training:NoSuch", "maskfleet.trainers")
-    monkeypatch.setattr(backends, "entry_points", lambda **_: [broken])
+    monkeypatch.setattr(extras, "entry_points", lambda **_: [broken])
     with pytest.raises(ConfigError, match=r"backend 'theirs' cannot be loaded \(AttributeError: .*NoSuch.*install"):
         load_backend("theirs")
 
@@ -175,9 +183,9 @@ def test_a_backend_that_does_not_load_is_named_with_the_reason(monkeypatch: pyte
 def test_an_entry_point_that_opens_no_bundle_or_makes_no_writer_is_named(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(backends, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.trainers")])
+    monkeypatch.setattr(extras, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.trainers")])
     with pytest.raises(ConfigError, match=f"backend 'theirs': its entry point '{where}' names no function that opens"):
         load_backend("theirs")
-    monkeypatch.setattr(artifacts, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.artifacts")])
+    monkeypatch.setattr(extras, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.artifacts")])
     with pytest.raises(ConfigError, match=f"artifact 'theirs': its entry point '{where}' names no class of writers"):
         artifacts.writer("theirs")

@@ -252,17 +252,11 @@ def test_an_entry_point_of_a_missing_module_has_no_summary_and_a_sentence() -> N
         cli._load(entry)
 
 
-def test_a_command_of_another_package_does_not_replace_ours_of_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_another_package_does_not_replace_join(tmp_path: Path) -> None:
     code = with_commands(tmp_path, "def theirs(): print('theirs')", join="extra_room:theirs")
     done = run("join", "--help", code=code)
     assert done.returncode == 0
     assert "Take part in a federation" in done.stdout
-    both = [EntryPoint("serve", f"{room}:serve", "maskfleet.commands") for room in ("coord_server.serve", "theirs")]
-    for found in (both, both[::-1]):
-        monkeypatch.setattr(cli, "entry_points", lambda group, found=found: found)
-        assert cli.build().entries["serve"] == both[0]  # type: ignore[attr-defined]
 
 
 def test_an_entry_point_that_names_no_command_is_a_sentence() -> None:

@@ -18,6 +18,7 @@ from edge_bench.simulation.file import find_bundle, open_simulation, read_config
 from edge_bench.simulation.split import split
 from PIL import Image
 
+from edge_client import extras
 from edge_client.authored import AuthorError
 from edge_client.bundle import Input, Manifest, Normalisation
 from edge_client.data import fit
@@ -343,7 +344,7 @@ def test_another_package_adds_a_source_by_its_name(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     entry = EntryPoint("weather", "acme_weather:load", own_data.GROUP)
-    monkeypatch.setattr(own_data, "entry_points", lambda **given: [entry] if given["group"] == own_data.GROUP else [])
+    monkeypatch.setattr(extras, "entry_points", lambda **given: [entry] if given["group"] == own_data.GROUP else [])
     devices = load(DataConfig(name="weather", arguments={"n": 40}, devices=2), 0, manifest((4,), 3))
     assert sum(len(d.y) + len(d.y_test) for d in devices.values()) == 40
     with pytest.raises(ValueError, match="'weather' does not use it"):

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +39,7 @@ from coord_server import coordinator
 from coord_server.live import devices
 from coord_server.live import rounds as live_rounds
 from coord_server.operator.client import Operator
-from edge_client import methods
+from edge_client import extras
 from edge_client.methods import fedavg
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.operator import TokenRequest
@@ -88,9 +88,10 @@ class Counting(fedavg.FedAvg):
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The method `counting`, as a package would bring it."""
-    found = [EntryPoint("fedavg", "edge_client.methods.fedavg:FedAvg", "maskfleet.methods"),
-             EntryPoint("counting", f"{__name__}:Counting", "maskfleet.methods")]  # fmt: skip
-    monkeypatch.setattr(methods, "entry_points", lambda **_: found)
+    theirs = EntryPoint("counting", f"{__name__}:Counting", "maskfleet.methods")
+    monkeypatch.setattr(
+        extras, "entry_points", lambda group: [*entry_points(group=group), *([theirs] if group == theirs.group else [])]
+    )
 
 
 @asynccontextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from edge_client.cli import summary
+from edge_client.extras import installed
 
 HERE = Path(__file__).parent
 COMMAND = re.compile(r"^`+python -m [^`]*`+: |: ``python -m [^`]*``")
@@ -29,7 +29,7 @@ def modules() -> Iterator[tuple[str, str]]:
 
 def commands() -> Iterator[tuple[str, str]]:
     """The commands that measure something, and their summaries."""
-    for entry in sorted(entry_points(group="maskfleet.commands"), key=lambda e: e.name):
+    for entry in installed("maskfleet.commands").values():
         if entry.module.partition(".")[0] == "edge_bench" or entry.name == "bench":
             yield f"maskfleet {entry.name.replace('.', ' ')}", summary(entry)
 

@@ -7,13 +7,12 @@ and opens an artifact to run it. `making` writes an artifact and proves it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from edge_client.errors import ConfigError
-from edge_client.extras import load
+from edge_client.extras import installed, load
 
 ADVICE = "keep the ONNX model and report it"
 BATCH = 16  # samples of one call while proving
@@ -44,7 +43,7 @@ class Writer(Protocol):
 
 def writer(kind: str) -> Writer:
     """The writer of `kind`. Raises ConfigError when there is none or it needs what is not installed."""
-    found = {e.name: e for e in entry_points(group="maskfleet.artifacts")}
+    found = installed("maskfleet.artifacts")
     if kind not in found:
         raise ConfigError(f"there is no artifact {kind!r}; choose one of {sorted(found)}")
     made: Writer = load(found[kind], f"artifact {kind!r}", callable, "class of writers")()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Literal
 
 from edge_client.errors import ConfigError, MeterError, suggestion
+from edge_client.extras import installed
 from edge_client.measure.energy import Meter
 
 NONE, AUTO = "none", "auto"
@@ -60,16 +60,16 @@ class Choice:
 def families() -> tuple[dict[str, Family], dict[str, str]]:
     """Every installed family by name, and why the others do not load."""
     found, faults = {}, {}
-    for entry in entry_points(group="maskfleet.meters"):
+    for name, entry in installed("maskfleet.meters").items():
         try:
             family = entry.load()
         except Exception as error:  # code of another package may fail in any way
-            faults[entry.name] = f"does not load ({error}); install its package anew"
+            faults[name] = f"does not load ({error}); install its package anew"
             continue
         if isinstance(family, Family):
-            found[entry.name] = family
+            found[name] = family
         else:
-            faults[entry.name] = f"is {type(family).__name__}, not a Family; install its package anew"
+            faults[name] = f"is {type(family).__name__}, not a Family; install its package anew"
     return found, faults
 
 

@@ -37,7 +37,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -48,7 +48,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from edge_client.bundle import Model, digest
 from edge_client.errors import ConfigError, first_fault, suggestion
-from edge_client.extras import load, subclass_of
+from edge_client.extras import installed, load, subclass_of
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
@@ -284,7 +284,7 @@ def bits_digest(packed: NDArray[np.uint8]) -> str:
 
 def installed_methods() -> dict[str, EntryPoint]:
     """The installed methods by name, in the order of names; none is loaded."""
-    return {e.name: e for e in sorted(entry_points(group="maskfleet.methods"), key=lambda e: e.name)}
+    return installed("maskfleet.methods")
 
 
 def load_method(found: EntryPoint) -> type[Method]:

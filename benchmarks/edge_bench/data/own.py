@@ -10,7 +10,6 @@ import inspect
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from edge_bench.data import images
 from edge_bench.data.images import Form
 from edge_bench.data.sources import SPLITS, Samples
-from edge_client import authored
+from edge_client import authored, extras
 from edge_client.data import DataFile, checked, finite
 from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError, suggestion
@@ -153,12 +152,12 @@ def call(place: str, arguments: Mapping[str, Any]) -> Samples | DeviceFiles:
 
 def others() -> list[str]:
     """Sources of other packages, by name."""
-    return sorted(e.name for e in entry_points(group=GROUP))
+    return list(extras.installed(GROUP))
 
 
 def installed(name: str, arguments: Mapping[str, Any]) -> Samples | DeviceFiles:
     """The data set of another package. Raises as `call` does."""
-    (entry,) = entry_points(group=GROUP, name=name)
+    entry = extras.installed(GROUP)[name]
     with authored.theirs(f"data set {name!r} ({entry.value})"):
         factory = entry.load()
     return returned(factory, f"data set {name!r}", arguments)
