@@ -180,7 +180,7 @@ def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> No
         assert "../train.onnx" in refused(await fleet.operator("POST", "/v1/bundles", content=odd), "bad-bundle")
         huge = manifest(d=1 << 29).to_bytes()  # some hundred bytes that would make a coordinator fill gigabytes
         assert "--max-parameters" in refused(await fleet.operator("POST", "/v1/bundles", content=huge), "bad-bundle")
-        long = await fleet.operator("POST", "/v1/bundles", content=b" " * (MAX_MANIFEST + 1))  # devices take no longer one
+        long = await fleet.operator("POST", "/v1/bundles", content=b" " * (MAX_MANIFEST + 1))  # too long for devices
         assert f"at most {MAX_MANIFEST}" in refused(long, "too-large")
         receipt = (await fleet.operator("POST", "/v1/bundles", content=manifest().to_bytes())).json()
         assert receipt["missing"] == ["train.onnx"]
