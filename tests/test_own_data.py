@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -344,7 +344,8 @@ def test_another_package_adds_a_source_by_its_name(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     entry = EntryPoint("weather", "acme_weather:load", own_data.GROUP)
-    monkeypatch.setattr(extras, "entry_points", lambda **given: [entry] if given["group"] == own_data.GROUP else [])
+    found = {own_data.GROUP: [entry]}
+    monkeypatch.setattr(extras, "entry_points", lambda group: found.get(group) or entry_points(group=group))
     devices = load(DataConfig(name="weather", arguments={"n": 40}, devices=2), 0, manifest((4,), 3))
     assert sum(len(d.y) + len(d.y_test) for d in devices.values()) == 40
     with pytest.raises(ValueError, match="'weather' does not use it"):
