@@ -81,7 +81,15 @@ def test_the_mean_over_many_rotations_approaches_the_vector(name: str) -> None:
     # A run's relative squared error is `error`; that of an unbiased mean is smaller by the number of runs.
     single = np.mean([error(name, v, s) for s in range(20)])
     assert np.square(mean - v).sum() / np.square(v).sum() < 3 * single / runs
-    assert (mean @ v) / (v @ v) == pytest.approx(1, abs=1e-3)
+    assert (mean @ v) / (v @ v) == pytest.approx(1, abs=0.02 if name == "eden:0.25" else 1e-3)
+
+
+@pytest.mark.parametrize(("share", "sent"), [(0.01, 1), (0.03, 2), (0.1, 6)])
+def test_few_coordinates_of_a_block_cost_the_papers_error(share: float, sent: int) -> None:
+    """A factor by the coordinates that travel alone would blow up where these are near 0."""
+    errors = [error(f"eden:{share}", vector(64), s) for s in range(500)]
+    assert np.mean(errors) == pytest.approx(math.pi / 2 * 64 / sent - 1, rel=0.02)
+    assert max(errors) < 1.5 * np.mean(errors)
 
 
 @pytest.mark.parametrize("name", ["eden:1", "eden:2", "drive", "drive+"])
@@ -115,8 +123,7 @@ def test_the_error_is_the_papers(name: str, due: float) -> None:
 def test_eden_at_one_bit_is_drive_and_its_inner_product_with_the_vector_is_exact() -> None:
     v = vector(5000)
     assert decoded("eden", v, 7) == pytest.approx(decoded("drive", v, 7), rel=1e-5, abs=1e-5)
-    for name in ("eden:2", "eden:0.1"):
-        assert decoded(name, v, 3) @ v == pytest.approx(v @ v, rel=1e-4)
+    assert decoded("eden:2", v, 3) @ v == pytest.approx(v @ v, rel=1e-4)
 
 
 def rotation_of_64(stream: int) -> np.ndarray:

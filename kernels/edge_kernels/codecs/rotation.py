@@ -6,7 +6,8 @@ and one float32 factor restores the length: the decoded block is ``factor * s1 H
 
 - EDEN (Vargaftik et al., ICML 2022): the 2**bits Lloyd-Max centroids of N(0, 1), factor ``|x| / (sqrt(n) <c, z>)``, so
   that the decoded vector is unbiased under a uniform rotation and its inner product with x is exactly ``|x|**2``. Below
-  one bit, a random share of the coordinates is rounded to its sign, and c is 0 elsewhere.
+  one bit, k of the n coordinates, drawn at random, keep their centroid, the others become 0, and the factor is n / k
+  times as large. It counts all coordinates: by those that travel alone it has no finite variance for k <= 2.
 - DRIVE (Vargaftik et al., NeurIPS 2021): signs. The unbiased factor is EDEN's, ``|x| / (sqrt(n) |z|_1)``; the one of
   least error is ``|x| |z|_1 / n**2.5``.
 - DRIVE+ (the same paper): the two centroids of least error for these z, 2-means in one dimension. Both travel, times
@@ -81,9 +82,7 @@ def encode(values: F32, stream: int, bits: float) -> bytes:
     for t, z, length in _rotated(values, stream):
         magnitude = np.searchsorted(_edges(width), np.abs(z)).astype(np.uint8)
         c = np.take(_table(width), magnitude)
-        if out.chosen is not None:
-            c *= out.chosen[t.coordinates].reshape(z.shape)
-        projection = np.multiply(c, np.abs(z), dtype=np.float64).sum(axis=1) * t.n**0.5
+        projection = np.multiply(c, np.abs(z), dtype=np.float64).sum(axis=1) * t.n**0.5 * (_sent(t.n, bits) / t.n)
         out.factors[t.blocks] = length / np.where(projection > 0, projection, np.inf)
         out.levels[t.coordinates] = (magnitude | (z < 0).astype(np.uint8) << (width - 1)).ravel()
     return out.pack(width)
@@ -234,11 +233,16 @@ def _chosen(d: int, share: float, stream: int) -> NDArray[np.bool_]:
     key = counter.key(stream, "subsample")
     for t in _tiles(d):
         numbers = counter.uint64(key, t.rows * t.n, t.at).reshape(t.rows, t.n)
-        order = np.argsort(numbers, axis=1, kind="stable")[:, : max(1, round(share * t.n))]
+        order = np.argsort(numbers, axis=1, kind="stable")[:, : _sent(t.n, share)]
         chosen = np.zeros((t.rows, t.n), np.bool_)
         np.put_along_axis(chosen, order, True, axis=1)
         parts.append(chosen.ravel())
     return np.concatenate(parts)
+
+
+def _sent(n: int, bits: float) -> int:
+    """How many of a block's n coordinates travel."""
+    return n if bits >= 1 else max(1, round(bits * n))
 
 
 def _width(bits: float) -> int:
