@@ -358,7 +358,7 @@ def test_eight_bits_learn_what_thirty_two_do() -> None:
 def test_a_change_that_overflows_or_does_not_decode_is_refused() -> None:
     method = FedAvg(up="stochastic8")
     state = State(np.full(M.d, np.finfo(np.float32).max, np.float32), NONE)
-    huge = np.frombuffer(values.encode("stochastic8", state.parameters, 1), np.uint8)
+    huge = np.frombuffer(values.codec("stochastic8").encode(state.parameters, 1), np.uint8)
     for data, word in ((huge, "infinite"), (huge[:-1], "take"), (huge.view(np.int8), "uint8")):
         update = Payload({"change.stochastic8": data, "buffers": NONE}, {"samples": 1})
         with pytest.raises(PayloadError, match=word):

@@ -280,8 +280,6 @@ class _Out:
 
     def pack(self, width: int) -> bytes:
         """The factors, then bit 0 of all levels, bit 1, and so on, as one bit sequence."""
-        if not np.isfinite(self.factors).all():
-            raise CodecError("a block of values is too long for a float32 factor; choose another codec")
         levels = self.levels if self.chosen is None else self.levels[self.chosen]
         planes = [levels >> np.uint8(j) & np.uint8(1) != 0 for j in range(width)]
         return self.factors.astype("<f4").tobytes() + pack(np.concatenate(planes))

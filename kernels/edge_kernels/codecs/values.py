@@ -45,11 +45,11 @@ _LEVELS = 127
 
 @dataclass(frozen=True)
 class ValueCodec:
-    """One way to write a vector. `encode` is given finite float32[d]; whatever `decode` returns is checked.
+    """One way to write a vector. `encode` is given float32[d] of magnitudes up to `most`; whatever `decode` returns is
+    checked.
 
     `coarse` codecs lose so much that they carry changes and no models. `with_parameter` makes the codec of
-    ``NAME:PARAMETER``, or raises ValueError with the choices; None if the codec has no parameter. `encode` takes values
-    up to the magnitude `most`; it may refuse larger ones.
+    ``NAME:PARAMETER``, or raises ValueError with the choices; None if the codec has no parameter.
     """
 
     name: str
@@ -61,12 +61,14 @@ class ValueCodec:
 
 
 def encode(name: str, values: NDArray[Any], stream: int) -> bytes:
-    """`values` [d] as bytes. Raises CodecError for an unknown name and for values that are not finite in the codec."""
+    """`values` [d] as bytes. Raises CodecError for an unknown name and for values beyond the codec's range."""
     chosen = codec(name)
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(values, np.float32)
     if array.ndim != 1 or not bool(np.isfinite(array).all()):
         raise CodecError("a value codec takes a flat vector of numbers that are finite in float32")
+    if (largest := np.abs(array).max(initial=0)) > np.float32(chosen.most):
+        raise CodecError(f"a value of magnitude {largest:.6g} is beyond the range of {name}, {chosen.most:.6g}")
     return chosen.encode(array, stream)
 
 
@@ -133,11 +135,7 @@ def limit(d: int, parts: int = 1) -> int:
 
 
 def _encode_float(values: F32, stream: int, dtype: str) -> bytes:
-    with np.errstate(over="ignore"):
-        array = values.astype(dtype)
-    if not bool(np.isfinite(array).all()):
-        raise CodecError("a value is beyond the range of float16; choose another codec")
-    return array.tobytes()
+    return values.astype(dtype).tobytes()
 
 
 def _decode_float(data: bytes, d: int, stream: int, dtype: str) -> F32:
