@@ -25,6 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from edge_kernels import codecs, counter
 from edge_kernels.coupling import coupling_contexts
+from edge_kernels.pruning import keep_largest
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
@@ -140,5 +141,5 @@ def most_telling(flips: Bits, own: F64, theta: F64, kappa: float) -> Bits:
     p, q = np.clip(own[at], 1e-6, 1 - 1e-6), np.clip(theta[at], 1e-6, 1 - 1e-6)
     divergence = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
     kept = np.zeros(flips.size, np.bool_)
-    kept[at[np.argsort(-divergence, kind="stable")[: round(kappa * at.size)]]] = True
+    kept[at] = keep_largest(divergence, round(kappa * at.size))
     return kept

@@ -336,10 +336,10 @@ def whole(model: Model, held: Weights) -> bytes:
 def read_whole(model: Model, data: bytes) -> Weights:
     """What `whole` wrote. Raises CodecError."""
     reader, m = Reader(data), model.manifest
-    buffers = np.frombuffer(reader.bytes(4 * m.buffers_d).tobytes(), "<f4").astype(np.float32)
+    buffers = reader.floats(m.buffers_d)
     positions = sparse.read_positions(reader, m.d, m.d)
     parameters = model.parameters.copy()
-    parameters[positions] = np.frombuffer(reader.bytes(4 * len(positions)).tobytes(), "<f4")
+    parameters[positions] = reader.floats(len(positions))
     reader.end()
     if not (np.isfinite(parameters).all() and np.isfinite(buffers).all()):
         raise CodecError("a value of the model is not finite")

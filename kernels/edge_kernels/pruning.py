@@ -60,8 +60,8 @@ def largest_first(values: F32) -> NDArray[np.int64]:
     return order
 
 
-def keep_largest(scores: F64, count: int) -> NDArray[np.bool_]:
-    """The `count` largest of float64[n] scores, bool[n]; of equal scores the lower index is kept. No score is NaN."""
+def keep_largest(scores: F32 | F64, count: int) -> NDArray[np.bool_]:
+    """The `count` largest of [n] scores, bool[n]; of equal scores the lower index is kept. No score is NaN."""
     if count >= len(scores):
         return np.ones(len(scores), np.bool_)
     if count <= 0:

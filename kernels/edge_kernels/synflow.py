@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels.channels import ChannelGroup
+from edge_kernels.pruning import keep_largest
 
 F64 = NDArray[np.float64]
 
@@ -46,8 +47,7 @@ def prune(
     for step in range(1, steps + 1):
         flow = scores(matrices, alive)
         rank = np.concatenate([np.where(alive[i], flow[i], -1.0) for i in ranked])
-        stay = np.zeros(total, np.bool_)
-        stay[np.argsort(-rank, kind="stable")[: round(total * keep ** (step / steps))]] = True
+        stay = keep_largest(rank, round(total * keep ** (step / steps)))
         ends = np.cumsum([groups[i].size for i in ranked])[:-1]
         for i, mine, own in zip(ranked, np.split(stay, ends), np.split(rank, ends), strict=True):
             mine[np.argmax(own)] = True

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_kernels import counter
-from edge_kernels.codecs.sets import CodecError, Positions, check_size, positions_of
+from edge_kernels.codecs.sets import CodecError, Positions, positions_of
 
 HEADER = struct.Struct("<Q5I")
 _SEEDS = 0x726B2B9D438B9D4D  # stream of the seeds to try, in order; the same as in the C library
@@ -49,13 +49,11 @@ class Filter:
 
 def encode(positions: Positions, d: int, width: int) -> bytes:
     """A filter that holds every position of the set; a fingerprint has `width` = 8, 16 or 32 bits."""
-    check_size(d)
     return build(positions, width).to_bytes()
 
 
 def decode(data: bytes | memoryview, d: int, width: int) -> Positions:
     """All positions below `d` that the filter holds: the set and its false positives. Raises CodecError."""
-    check_size(d)
     filter_ = parse(data, d, width)
     held = np.empty(d, np.bool_)
     for low in range(0, d, _TILE):

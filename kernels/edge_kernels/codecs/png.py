@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 
 from edge_kernels.codecs import fuse
-from edge_kernels.codecs.sets import CodecError, Positions, check_size
+from edge_kernels.codecs.sets import CodecError, Positions
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MODE = bytes([8, 0, 0, 0, 0])  # bit depth 8, gray, deflate, adaptive row filters, not interlaced
@@ -39,7 +39,6 @@ def encode_filter(data: bytes) -> bytes:
 
 def decode(data: bytes, d: int) -> Positions:
     """All positions that the image's filter holds, false positives included. Raises CodecError."""
-    check_size(d)
     return fuse.decode(filter_bytes(data, d), d, 8)
 
 

@@ -66,7 +66,7 @@ def decode_signs(data: bytes, d: int, stream: int) -> F32:
 
 def read_scales(reader: Reader, count: int) -> F32:
     """`count` finite numbers, float32, at least 0. Raises CodecError."""
-    scales = np.frombuffer(reader.bytes(4 * count).tobytes(), "<f4").astype(np.float32)
+    scales = reader.floats(count)
     if not bool((np.isfinite(scales) & (scales >= 0)).all()):
         raise CodecError("a scale is negative or not finite; the payload is damaged")
     return scales

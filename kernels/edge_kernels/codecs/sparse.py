@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from edge_kernels.codecs import auto
 from edge_kernels.codecs.quantised import read_scales
-from edge_kernels.codecs.sets import CodecError, Contexts, Positions
+from edge_kernels.codecs.sets import CodecError, Contexts, Positions, positions_of
 from edge_kernels.codecs.streams import Reader, framed, pack
+from edge_kernels.pruning import keep_largest
 
 F32 = NDArray[np.float32]
 
@@ -30,14 +31,7 @@ def kept(d: int, fraction: float) -> int:
 
 def largest(values: F32, count: int) -> Positions:
     """Sorted positions of the `count` largest magnitudes, fewer if some are 0; ties go to the lower position."""
-    magnitudes = np.abs(values)
-    if not 0 < count < len(values):
-        return np.flatnonzero(magnitudes[: len(values) if count else 0]).astype(np.uint32)
-    least = np.partition(magnitudes, len(values) - count)[len(values) - count]
-    chosen = magnitudes > least
-    if least > 0:
-        chosen[np.flatnonzero(magnitudes == least)[: count - int(np.count_nonzero(chosen))]] = True
-    return np.flatnonzero(chosen).astype(np.uint32)
+    return positions_of(keep_largest(np.abs(values), count) & (values != 0))
 
 
 def encode_top(values: F32, stream: int, fraction: float) -> bytes:
@@ -51,7 +45,7 @@ def decode_top(data: bytes, d: int, stream: int, fraction: float) -> F32:
     reader = Reader(data)
     positions = read_positions(reader, d, kept(d, fraction))
     values = np.zeros(d, np.float32)
-    values[positions] = reader.bytes(4 * len(positions)).view("<f4")
+    values[positions] = reader.floats(len(positions))
     reader.end()
     return values
 

@@ -134,6 +134,10 @@ class Reader:
         self._at += count
         return self._data[self._at - count : self._at]
 
+    def floats(self, count: int) -> NDArray[np.float32]:
+        """The next `count` numbers, float32."""
+        return self.bytes(4 * count).view("<f4").astype(np.float32)
+
     def bits(self, count: int) -> Bits:
         """The next `count` bits. Skips the padding of their last byte, which must be 0."""
         found = np.unpackbits(self.bytes(-(-count // 8)), bitorder="little").view(np.bool_)
