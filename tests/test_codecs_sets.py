@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from edge_bench.testing import check_codec
 from edge_kernels import codecs, counter
-from edge_kernels.codecs import CodecError, auto, classes, describe, entropy, rans
+from edge_kernels.codecs import CodecError, auto, classes, describe, entropy, rans, rice
 from edge_kernels.coupling import coupling_contexts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,6 +141,34 @@ def test_sets_across_block_and_tile_borders_come_back() -> None:
         for name in EXACT:
             payload = codecs.encode(name, mask, d, contexts)
             assert np.array_equal(codecs.decode_mask(name, payload, d, contexts), mask), name
+
+
+def test_payloads_whose_last_byte_has_any_number_of_unused_bits_come_back() -> None:
+    for i in range(200):
+        mask = flips(1000 + i, 0.05)
+        assert (
+            codecs.decode_mask("entropy", codecs.encode("entropy", mask, len(mask)), len(mask)).tolist()
+            == mask.tolist()
+        )
+
+
+def test_rice_takes_the_cheapest_of_all_its_parameters() -> None:
+    ascending = [2**k * (3 if thirds else 1) for k, thirds in map(rice._parameter, range(9))]
+    assert ascending == [1, 2, 3, 4, 6, 8, 12, 16, 24]
+    for i, rate in enumerate(np.geomspace(1e-5, 0.5, 60)):
+        gaps = np.random.default_rng(i).geometric(rate, 500).astype(np.uint32) - np.uint32(1)
+        due = min(rice._cost(gaps, k, thirds) for k in range(25) for thirds in (False, True))
+        assert rice._cost(gaps, *rice._best(gaps)) == due
+
+
+@pytest.mark.parametrize(("size", "log"), [(256, 16), (512, 8), (513, 8)])
+def test_rice_cuts_gaps_that_become_longer_into_small_blocks(size: int, log: int) -> None:
+    positions = np.cumsum(np.where(np.arange(size) < 256, 2, 3000)).astype(
+        np.uint32
+    )  # the first 256 are near each other
+    payload = codecs.encode("rice", positions, 1_000_000)
+    assert payload[0] == log
+    assert codecs.decode("rice", payload, 1_000_000).tolist() == positions.tolist()
 
 
 # --- rates

@@ -84,18 +84,12 @@ def _block_log(positions: Positions) -> int:
 
 def _ideal_bytes(positions: Positions, log: int) -> float:
     """The bytes of all blocks if each cost the entropy of geometric gaps with its mean."""
-    if not len(positions):
-        return 0.0
-    last = np.append(positions[(1 << log) - 1 :: 1 << log], positions[-1:]).astype(np.float64)
-    if len(positions) % (1 << log) == 0:
-        last = last[:-1]
-    counts = np.full(len(last), float(1 << log))
-    counts[-1] = len(positions) - (len(last) - 1) * (1 << log)
-    mean = np.diff(last, prepend=-1.0) / counts  # positions per flip, 1 / p
-    p = 1 / mean
-    rest = np.maximum(1 - p, 1e-300)
+    ends = np.minimum(np.arange(1 << log, len(positions) + (1 << log), 1 << log), len(positions))
+    counts = np.diff(ends, prepend=0)
+    mean = np.diff(positions[ends - 1].astype(np.float64), prepend=-1.0) / counts  # positions per flip
+    rest = np.maximum(1 - 1 / mean, 1e-300)
     bits = counts * (np.log2(mean) - (mean - 1) * np.log2(rest))
-    return float(bits.sum()) / 8 + _BLOCK_BYTES * len(last)
+    return float(bits.sum()) / 8 + _BLOCK_BYTES * len(ends)
 
 
 def _parameter(rank: int) -> tuple[int, bool]:
