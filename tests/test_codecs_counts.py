@@ -69,11 +69,22 @@ def test_counts_come_back_and_the_plain_reader_agrees(d: int, top: int, predicte
         assert plain == now.tolist()
 
 
+@pytest.mark.parametrize("top", [63, 64, 5000])
+def test_predictions_are_contexts_in_at_most_64_levels(top: int) -> None:
+    prediction = np.arange(top + 1, dtype=counts.dtype_for(top))
+    due = [p if top < 64 else p * 64 // (top + 1) for p in range(top + 1)]
+    contexts = counts._given(prediction, top + 1, top)[1]
+    assert contexts is not None
+    assert contexts.tolist() == due
+    assert max(due) == 63
+
+
 def test_segments_are_coded_one_after_the_other() -> None:
     d = (1 << 20) + 1000
     before = predictions(d, 3)
     now = near(before, 3, 0.99)
-    assert np.array_equal(counts.decode(counts.encode(now, 3, before), d, 3, before), now)
+    for prediction in (before, None):
+        assert np.array_equal(counts.decode(counts.encode(now, 3, prediction), d, 3, prediction), now)
 
 
 def test_counts_of_ten_devices_cost_their_conditional_entropy() -> None:
