@@ -194,8 +194,9 @@ def test_damage_is_named() -> None:
     assert len(data) == 4 + 2
     with pytest.raises(CodecError, match="padding"):
         values.decode("eden:0.1", data[:-1] + b"\xff", 100, 0)
-    with pytest.raises(CodecError, match="negative or not finite"):
-        values.decode("eden:0.1", b"\xff" * len(data), 100, 0)
+    for factor in (np.nan, np.inf, -1e-30):
+        with pytest.raises(CodecError, match="negative or not finite"):
+            values.decode("eden:0.1", np.float32(factor).tobytes() + data[4:], 100, 0)
     with pytest.raises(CodecError, match="take 6 bytes"):
         values.decode("eden:0.1", data + b"\0", 100, 0)
     with pytest.raises(CodecError, match="finite values"):

@@ -151,7 +151,23 @@ def test_a_name_is_kept_with_its_parameter_in_one_form() -> None:
     assert values.encode("eden", np.ones(9), 0) == values.encode("eden:1", np.ones(9), 0)
     with pytest.raises(CodecError, match="'float16' takes no parameter"):
         values.codec("float16:2")
-    for name in ("topk:2", "topk:nan", "stc:0", "qsgd:0", "qsgd:many"):
+    for name in ("topk:nan", "qsgd:many"):
+        with pytest.raises(CodecError, match=name):
+            values.codec(name)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (("eden:0.0001", "eden:0.9999"), ("eden:0.00009", "eden:0")),
+        (("qsgd:1", "qsgd:255"), ("qsgd:0", "qsgd:256")),
+        (("topk:0.000001", "stc:1"), ("topk:0.0000009", "stc:1.0001")),
+    ],
+)
+def test_a_parameter_has_a_least_and_a_greatest_value(good: tuple[str, ...], bad: tuple[str, ...]) -> None:
+    for name in good:
+        values.codec(name)
+    for name in bad:
         with pytest.raises(CodecError, match=name):
             values.codec(name)
 
