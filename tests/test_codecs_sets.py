@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from edge_bench.testing import check_codec
 from edge_kernels import codecs, counter
-from edge_kernels.codecs import CodecError, auto, classes, describe, entropy, rans, rice
+from edge_kernels.codecs import CodecError, auto, classes, describe, entropy, rans, rice, streams
 from edge_kernels.coupling import coupling_contexts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,6 +150,15 @@ def test_payloads_whose_last_byte_has_any_number_of_unused_bits_come_back() -> N
             codecs.decode_mask("entropy", codecs.encode("entropy", mask, len(mask)), len(mask)).tolist()
             == mask.tolist()
         )
+
+
+def test_a_list_of_unary_numbers_ends_before_other_ones_that_follow_it() -> None:
+    numbers = np.zeros(70_000, np.uint32)  # more bits than are searched at a time
+    numbers[[0, 69_999]] = 3
+    bits = np.concatenate([streams.unary(numbers), np.ones(100_000, np.bool_)])
+    found, used = streams.read_unary(bits, 70_000)
+    assert found.tolist() == numbers.tolist()
+    assert used == 70_006
 
 
 def test_rice_takes_the_cheapest_of_all_its_parameters() -> None:

@@ -169,8 +169,6 @@ class Reader:
     def skip_bits(self, bits: Bits, used: int) -> None:
         """Move past the bytes of the first `used` of the peeked `bits`. Their padding must be 0."""
         whole = (used + 7) // 8
-        if whole * 8 > len(bits):
-            raise CodecError("the payload ends within a bit sequence; it is truncated or damaged")
         if bits[used : whole * 8].any():
             raise CodecError(PADDING)
         self._at += whole
