@@ -153,6 +153,19 @@ def test_a_payload_with_a_model_has_no_number_of_members() -> None:
         assert "members" not in said
 
 
+def test_net_flips_of_one_part_are_refused() -> None:
+    part = b"\0" + codecs.encode("entropy", flips(D, 0.01), D)
+    with pytest.raises(CodecError, match="at least 2 parts, not 1"):
+        describe("coupled-net", b"abcd\1" + len(part).to_bytes(4, "little") + part, D)
+
+
+def test_the_false_positives_of_a_bloom_filter_follow_from_its_filled_cells() -> None:
+    mask = flips(D, 0.05)
+    said = describe("bloom:0.1", codecs.encode("bloom:0.1", mask, D), D)
+    assert said["false_positive_rate"] == pytest.approx(0.1, rel=0.1)
+    assert said["expected_false_positives"] == pytest.approx(0.1 * np.count_nonzero(~mask), rel=0.1)
+
+
 def samples() -> dict[str, tuple[bytes, int]]:
     """A payload of every codec and its d."""
     mask = flips(D, 0.05)
