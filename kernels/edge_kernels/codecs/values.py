@@ -187,8 +187,8 @@ def _qsgd(text: str) -> ValueCodec:
     levels = int(text)
     if not 1 <= levels <= 255:
         raise ValueError(f"the levels are 1 to 255, not {text}")
-    write, read = (partial(f, levels=levels) for f in (quantised.encode_qsgd, quantised.decode_qsgd))
-    return ValueCodec(f"qsgd:{levels}", write, read, False, _qsgd)  # type: ignore[arg-type]
+    write = partial(quantised.encode_qsgd, levels=levels)
+    return ValueCodec(f"qsgd:{levels}", write, partial(quantised.decode_qsgd, levels=levels), False, _qsgd)
 
 
 def _sparse(text: str, name: str, write: Callable[..., bytes], read: Callable[..., F32]) -> ValueCodec:
