@@ -22,7 +22,7 @@ def float32(x: float) -> float:
 
 def log2(x: float) -> float:
     mantissa, exponent = math.frexp(x)
-    return exponent + 2 * mantissa - 2
+    return exponent + (2 * mantissa - 2)
 
 
 def sign(x: float) -> float:

@@ -7,6 +7,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 
+import coupling_reader
 import numpy as np
 import pytest
 from edge_kernels import bits, coupling
@@ -72,6 +73,24 @@ def test_a_device_at_distance_two_tenths_from_a_flip_counts_as_four_fifths() -> 
     cohort.add(np.array([0.5, 0.5]), np.array([0.25, 1.2 / 2.2]))
     assert cohort.down.tolist() == pytest.approx([1 / 26, 0.0])
     assert cohort.up.tolist() == pytest.approx([0.0, 0.8])
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_terms_are_those_of_the_plain_reader_to_the_last_bit(known: bool) -> None:
+    d, rng = 600, np.random.default_rng(3)
+    theta, u = np.clip(rng.beta(0.3, 0.3, d), 0.01, 0.99), rng.choice([0.0, 1 - 2.0**-53, 0.5, *rng.random(50)], d)
+    down, up = (rng.choice([0, 1e-30, 1e-8, 1e-6, 0.3, 7], d).astype(np.float32) for _ in range(2))
+    cohort = Cohort(np.zeros(d, np.int64), down, up)
+    past = coupling.history(rng.integers(-2, 3, d).astype(np.int32), [(20, 30)]) if known else None
+    plain = None if past is None else coupling_reader.Past(past.net.tolist(), past.activity.tolist())
+    for found, due in (
+        (coupling._flip_terms(theta, u, past), lambda i: coupling_reader.flip_terms(theta[i], u[i], i, plain)),
+        (coupling._moved_terms(theta, cohort, past),
+         lambda i: coupling_reader.moved_terms(theta[i], float(down[i]), float(up[i]), i, plain)),
+        (coupling._way_terms(theta, cohort, past),
+         lambda i: coupling_reader.way_terms(theta[i], float(down[i]), float(up[i]), i, plain)),
+    ):  # fmt: skip
+        assert np.stack(found(slice(0, d)), axis=1).tolist() == [due(i) for i in range(d)]
 
 
 def test_bins_are_half_a_unit_of_log_odds_wide_from_minus_eleven_to_five() -> None:
