@@ -140,6 +140,8 @@ def test_a_device_whose_report_was_taken_has_its_last_downlink_counted_after_a_k
             assert (await fleet.http.head(f"/v1/federations/fed/payloads/{work['downlink']}", headers=mine)).is_success
             devices = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
             assert devices[0]["bytes_down"] == before  # nothing but headers went down
+            record = (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json()
+            assert record["traffic"]["last_down"] == {}
             size = len(await fleet.fetch("a", work))
             sent = await fleet.http.put("/v1/federations/fed/devices/a/report", json=report, headers=mine)
             assert sent.status_code == 204

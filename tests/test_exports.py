@@ -71,10 +71,14 @@ def test_the_operator_asks_for_a_model_watches_its_making_and_fetches_it(tmp_pat
         stale = {"Range": "bytes=2-5", "If-Range": '"another"'}
         assert (await fleet.operator("GET", f"{PATH}/{last['id']}/file", stale)).content == file
         assert (last["source"], last["detail"][:46]) == ("global", "the global model after round 2 of 2, 6570 of 6")
-        own = await fleet.http.get("/v1/federations/fed/devices/bb/model?kind=onnx", headers=bearer(credential("bb")))
-        while own.status_code == 202:
+        where, mine = "/v1/federations/fed/devices/bb/model?kind=onnx", bearer(credential("bb"))
+        while (await fleet.http.head(where, headers=mine)).status_code == 202:
             await asyncio.sleep(0.05)
-            own = await fleet.http.get(own.url.join(own.headers["Location"]), headers=bearer(credential("bb")))
+        before = await bundle_bytes(fleet, "bb")
+        assert (await fleet.http.head(where, headers=mine)).status_code == 200
+        assert await bundle_bytes(fleet, "bb") == before  # nothing but headers went down
+        own = await fleet.http.get(where, headers=mine)
+        assert await bundle_bytes(fleet, "bb") == before + len(own.content)
         assert (own.status_code, own.headers["Maskfleet-Source"]) == (200, "personal")
         assert graph(own.content) == graph(file)  # all devices have the global model
         return state, file
@@ -90,6 +94,12 @@ def test_the_operator_asks_for_a_model_watches_its_making_and_fetches_it(tmp_pat
         h = h @ values[f"{layer}.weight"].T + values[f"{layer}.bias"]
         h = np.maximum(h, 0) if layer != "4" else h
     np.testing.assert_allclose(found, h, rtol=1e-4, atol=1e-4)
+
+
+async def bundle_bytes(fleet: Fleet, device: str) -> int:
+    """What a device has received of bundles and models, as the operator sees it."""
+    found = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+    return next(int(d["messages_down"].get("bundle", 0)) for d in found if d["device"] == device)
 
 
 def test_the_command_line_writes_the_file_that_the_worker_makes(tmp_path: Path) -> None:

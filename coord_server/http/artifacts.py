@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from coord_server.exports import Exports, Kind
-from coord_server.http import blobs
+from coord_server.http import blobs, head
 from coord_server.http.access import Calling, FederationId, Operated, Viewed
 from coord_server.http.openapi import headers
 from coord_server.http.problems import documented
@@ -119,5 +119,5 @@ async def fetch_own_model(
         return _answer(found, f"model?kind={kind}")
     path = files.file(found.id)
     answer = blobs.file(request, path, {"Maskfleet-Source": str(found.source)})
-    calling.live.devices.count(device, "down", "bundle", int(answer.headers.get("Content-Length", 0)))  # of no round
+    calling.live.devices.count(device, "down", "bundle", head.sent(request, answer))  # of no round
     return answer

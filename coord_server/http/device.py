@@ -45,10 +45,6 @@ _AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description"
 _BODY = {"required": True, "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 
 
-def _length(answer: Response) -> int:
-    return int(answer.headers.get("content-length", 0))
-
-
 def _own(calling: Caller, device: str, what: str) -> None:
     if device != calling.device:
         raise Refusal("forbidden", f"this credential belongs to {calling.device!r}; it cannot {what} for {device!r}")
@@ -75,7 +71,7 @@ async def enrol(served: Served, request: Enrol, raw: Request) -> Any:
     found = await served.enrol(request)
     live, answer = served.federation(found.federation), _json(found)
     live.devices.count(found.device, "up", "enrol", len(await raw.body()))
-    live.devices.count(found.device, "down", "enrol", _length(answer))
+    live.devices.count(found.device, "down", "enrol", head.sent(raw, answer))
     return answer
 
 
@@ -89,7 +85,7 @@ async def ask_for_work(request: Request, calling: Calling, wait: Annotated[float
     calling.live.devices.introduces(calling.device, request.headers.get("user-agent", "")[:AGENT_MOST])
     found = await _work(calling, min(wait, WAIT_MOST))
     answer = _json(await calling.live.work(calling.device, 0.0), released=True) if found is None else _json(found)
-    calling.live.devices.count(calling.device, "down", "work", _length(answer))
+    calling.live.devices.count(calling.device, "down", "work", head.sent(request, answer))
     return answer
 
 
@@ -111,8 +107,7 @@ async def fetch_manifest(request: Request, reading: Reading, digest: BundleDiges
     await reading.served.bundles.receipt(digest)
     shelf, store = bundle_shelf(digest), reading.served.store.blobs
     answer = await blobs.immutable(request, store, shelf, digest, store.size(shelf, digest) or 0, "application/json")
-    if not head.asked(request):
-        reading.count(_length(answer))
+    reading.count(head.sent(request, answer))
     return answer
 
 
@@ -128,8 +123,7 @@ async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, n
     if store.size(shelf, sha256) != size:
         raise Refusal("not-found", f"part {name!r} of bundle {digest} has not been uploaded yet; PUT it first")
     answer = await blobs.immutable(request, store, shelf, sha256, size, blobs.BINARY)
-    if not head.asked(request):
-        reading.count(_length(answer))
+    reading.count(head.sent(request, answer))
     return answer
 
 
@@ -149,8 +143,7 @@ async def fetch_payload(
     answer = await blobs.immutable(
         request, served.store.blobs, down.shelf, sha256, down.size, MEDIA_TYPE, data=down.data
     )
-    if not head.asked(request):
-        calling.live.fetched(calling.device, down, _length(answer))
+    calling.live.fetched(calling.device, down, head.sent(request, answer))
     return answer
 
 
@@ -202,7 +195,7 @@ async def upload_update(
     else:  # its sender reads the answer only after sending the whole body: answer at once
         receipt, _ = await _with_work(calling, received, None if wait is None else 0.0)
         answer = _json(receipt)
-    calling.live.devices.count(device, "down", "receipt", _length(answer))
+    calling.live.devices.count(device, "down", "receipt", head.sent(request, answer))
     return answer
 
 

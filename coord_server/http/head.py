@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _ASKED = "maskfleet.head"  # where the scope says that a GET was a HEAD
@@ -27,6 +28,6 @@ class Head:
         await self._app({**scope, "method": "GET", _ASKED: True}, receive, bodiless)
 
 
-def asked(request: Request) -> bool:
-    """Whether the answer goes without its body, so that nothing of it counts as fetched."""
-    return _ASKED in request.scope
+def sent(request: Request, answer: Response) -> int:
+    """Bytes of an answer's body that its caller gets: none after a HEAD."""
+    return 0 if _ASKED in request.scope else int(answer.headers.get("Content-Length", 0))

@@ -179,7 +179,7 @@ class LiveFederation:
     def fetched(self, device: str, down: Downlink, size: int) -> None:
         """Account for an answer that carried `size` bytes of a downlink."""
         self.devices.fetched(device, size)
-        if down.round > self.config.rounds:
+        if size and down.round > self.config.rounds:
             self.devices.has_last(device, down.sizes)
 
     async def work(self, device: str, wait: float) -> Work:
