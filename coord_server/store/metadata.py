@@ -320,10 +320,12 @@ class Metadata:
         with self.database.writing() as c:
             c.execute(_SAVE_SEEN, rows)
 
-    def save_report(self, federation: str, device: str, report: str) -> None:
-        """Store a device's report as JSON."""
+    def save_report(self, federation: str, device: str, report: str, last_down: str | None) -> None:
+        """Store a device's report, and what `last_down` returns for it, if that is known; both are JSON."""
+        known = func.coalesce(last_down, devices.c.last_down)
         with self.database.writing() as c:
-            c.execute(update(devices).where(*of(devices, federation, device)).values(report=report))
+            mine = update(devices).where(*of(devices, federation, device))
+            c.execute(mine.values(report=report, last_down=known))
 
     def last_down(self, federation: str) -> dict[str, str]:
         """Bytes by kind, as JSON, of the downlink after the last round, by the device that fetched it."""
