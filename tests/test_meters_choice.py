@@ -102,11 +102,11 @@ def test_another_package_adds_a_meter_in_one_file(tmp_path: Path, monkeypatch: p
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
     (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\nodd = acme_supply:find\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(MeterError, match="'odd' is function, not a Family"):
+    with pytest.raises(MeterError, match="meter 'odd': its entry point 'acme_supply:find' names no Family"):
         choose("odd")
     found = choose("auto")
     assert found.why == "meter supply: a bench supply"
-    assert "is function, not a Family" in found.others["odd"]
+    assert "names no Family" in found.others["odd"]
     (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\n")
     found = choose("auto")
     assert found.why == "meter supply: a bench supply"

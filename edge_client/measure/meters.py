@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edge_client.errors import ConfigError, MeterError, suggestion
-from edge_client.extras import installed
+from edge_client.extras import installed, load
 from edge_client.measure.energy import Meter
 
 NONE, AUTO = "none", "auto"
@@ -59,17 +59,12 @@ class Choice:
 
 def families() -> tuple[dict[str, Family], dict[str, str]]:
     """Every installed family by name, and why the others do not load."""
-    found, faults = {}, {}
+    found, faults = dict[str, Family](), dict[str, str]()
     for name, entry in installed("maskfleet.meters").items():
         try:
-            family = entry.load()
-        except Exception as error:  # code of another package may fail in any way
-            faults[name] = f"does not load ({error}); install its package anew"
-            continue
-        if isinstance(family, Family):
-            found[name] = family
-        else:
-            faults[name] = f"is {type(family).__name__}, not a Family; install its package anew"
+            found[name] = load(entry, f"meter {name!r}", lambda made: isinstance(made, Family), "Family")
+        except ConfigError as error:
+            faults[name] = str(error)
     return found, faults
 
 
@@ -92,7 +87,7 @@ def choose(
     if name == AUTO:
         return _first(found, faults, where, more)
     if name in faults:
-        raise MeterError(f"meter {name!r} {faults[name]}")
+        raise MeterError(faults[name])
     family = found.get(name)
     if family is None:
         near = suggestion(name, found)
