@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 import segno
@@ -27,6 +27,7 @@ from coord_server.exports import Kind, lacking
 from coord_server.http import blobs, watch
 from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
 from coord_server.http.artifacts import ExportId, Files
+from coord_server.http.operator import ACTIONS, Action
 from coord_server.http.problems import caller
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault
@@ -35,7 +36,7 @@ from edge_client.protocol.payload import MEDIA_TYPE
 
 LASTS = {"3600": "an hour", "86400": "a day", "604800": "7 days", "2592000": "30 days"}
 """How long a join token may be good for: seconds, and in words."""
-CONFIRMED = {
+CONFIRMED: dict[Action, str] = {
     "start": "Round 1 begins with the devices that are present now. A federation starts once.",
     "pause": "No round closes or opens. Updates under way are still taken, and resume goes on with the time left.",
     "resume": "The round goes on with the time it had left.",
@@ -44,7 +45,6 @@ CONFIRMED = {
 """What each command does, said before it is carried out."""
 FORMATS: dict[Kind, str] = {"onnx": "ONNX", "pte": "ExecuTorch"}
 """What a model can be made as, and its button's text."""
-Action = Literal["start", "pause", "resume", "stop"]
 
 log = logging.getLogger("maskfleet")
 router = APIRouter()
@@ -316,7 +316,7 @@ async def export(served: Served, files: Files, fields: Command, federation: Fede
 @router.post("/federations/{federation}/{action}")
 async def operate(served: Served, _: Command, federation: FederationId, action: Action) -> Response:
     """Carry out a command."""
-    found = await served.operate(federation, view.ACTIONS[action])
+    found = await served.operate(federation, ACTIONS[action])
     return _see(f"/federations/{found.id}")
 
 

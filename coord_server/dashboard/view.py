@@ -8,19 +8,17 @@ from statistics import median
 
 from markupsafe import Markup
 
-from coord_server import aggregation, engine, events
+from coord_server import aggregation, engine
 from coord_server.coordinator import Coordinator
 from coord_server.dashboard import devices, plots, words
 from coord_server.dashboard.history import Closed, Histories, Trouble
 from coord_server.http import watch
+from coord_server.http.operator import ACTIONS, Action
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import Progress
 from edge_client.protocol.cost import UNITS, over_rounds
 from edge_client.protocol.messages import Federation, MeanCost, Phase, Scores
 
-ACTIONS: dict[str, type[events.Event]] = {
-    "start": events.Started, "pause": events.Paused, "resume": events.Resumed, "stop": events.Stopped,
-}  # fmt: skip
 KINDS = [str(kind.model_fields["kind"].default) for kind in watch.KINDS]  # of a federation's events
 NAMED = 24  # devices of one state that the round's card names
 TROUBLES = 20  # faults of closed rounds that are shown
@@ -69,7 +67,7 @@ class Page:
     troubles: Sequence[Trouble]
 
 
-def allowed(phase: Phase | None) -> list[str]:
+def allowed(phase: Phase | None) -> list[Action]:
     """The operator's commands that a federation in this phase takes."""
     return [] if phase is None else [name for name, event in ACTIONS.items() if event in engine.ACCEPTED[phase]]
 

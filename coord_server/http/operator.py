@@ -35,7 +35,8 @@ _STATE: dict[int | str, dict[str, Any]] = {
 }
 _CREATED: dict[int | str, dict[str, Any]] = {201: {"headers": headers({"Location": "The federation's address."})}}
 _TAGGED: dict[int | str, dict[str, Any]] = {200: {"headers": headers({"ETag": "Of its settings, for If-Match."})}}
-_OPERATIONS: dict[str, type[events.Event]] = {
+Action = Literal["start", "pause", "resume", "stop"]
+ACTIONS: dict[Action, type[events.Event]] = {
     "start": events.Started, "pause": events.Paused, "resume": events.Resumed, "stop": events.Stopped,
 }  # fmt: skip
 
@@ -146,9 +147,7 @@ async def delete_federation(request: Request, served: Operated, federation: Fede
 
 
 @router.post("/federations/{federation}/{action}", responses=documented("wrong-phase", "no-devices"))
-async def operate_federation(
-    served: Operated, federation: FederationId, action: Literal["start", "pause", "resume", "stop"]
-) -> Federation:
+async def operate_federation(served: Operated, federation: FederationId, action: Action) -> Federation:
     """`start` begins round 1 with the devices there are.
 
     `pause` stops the round's clock: updates under way are still taken, no round closes or opens. `resume` goes on with
@@ -156,7 +155,7 @@ async def operate_federation(
     for good: the state after the last closed round can still be exported. A federation that could not be loaded
     takes `stop` only.
     """
-    return await served.operate(federation, _OPERATIONS[action])
+    return await served.operate(federation, ACTIONS[action])
 
 
 @router.get("/federations/{federation}/devices", responses=LINK)
