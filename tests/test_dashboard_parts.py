@@ -36,7 +36,7 @@ def collecting(**more: object) -> engine.State:
 def test_the_round_under_way_is_told_by_device() -> None:
     fault = Failure(kind="data", reason="no samples")
     found = progress(collecting(received={"b": "0"}, excused=("c",), failed={"c": fault}), NOW)
-    assert (found.closed, found.seconds, found.stage) == (3, 50.0, "collecting")
+    assert (found.seconds, found.stage) == (50.0, "collecting")
     assert (found.reported, found.training, found.overdue) == (("b",), ("d",), ("a",))
     assert found.failed == {"c": fault}
 
@@ -49,7 +49,7 @@ def test_a_device_that_failed_and_was_asked_again_trains() -> None:
 
 def test_nothing_is_under_way_before_the_first_round_and_after_the_last() -> None:
     before, after = progress(engine.State(), NOW), progress(engine.State(phase="finished", round=7), NOW)
-    assert (before.closed, before.seconds, before.training, after.closed) == (0, None, (), 7)
+    assert (before.seconds, before.training, after.seconds, after.training) == (None, (), None, ())
 
 
 def test_a_device_is_late_after_an_attempt_or_after_thrice_the_usual_time() -> None:

@@ -71,7 +71,7 @@ class _Known:
 
 
 class Histories:
-    """The closed rounds of every federation somebody has looked at."""
+    """The closed rounds of every federation whose page was asked for."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[LiveFederation, _Known] = WeakKeyDictionary()
@@ -81,7 +81,7 @@ class Histories:
         """All closed rounds whose records can be read, in order. Raises StateError."""
         async with self._reading:
             known = self._known.setdefault(live, _Known())
-            if known.last < live.progress().closed:
+            if known.last < live.summary().closed:
                 records = await live.rounds(first=known.last + 1)
                 read = [text for text in records.values() if text is not None]
                 known.rounds += await asyncio.to_thread(lambda: [closed(text) for text in read])

@@ -41,8 +41,6 @@ class Progress:
 
     now: float
     stage: Stage
-    closed: int
-    """Rounds that are closed."""
     seconds: float | None
     """Since the round's first attempt opened; None when none has."""
     reported: tuple[str, ...]
@@ -63,7 +61,6 @@ def progress(state: engine.State, now: float) -> Progress:
     return Progress(
         now=now,
         stage=state.stage,
-        closed=state.round if state.phase == "finished" else max(state.round - 1, 0),
         seconds=max(now - state.opened, 0.0) if state.asked else None,
         reported=engine.usable(state),
         training=training,
