@@ -158,7 +158,7 @@ class Bundles:
             raise Refusal("bundle-in-use", f"bundle {digest} is used by {first}{more}; delete these federations first")
         await asyncio.to_thread(self.sweep, digest)
 
-    def sweep(self, digest: str, _: int = 0) -> None:
+    def sweep(self, digest: str) -> None:
         """Drop the blobs of a deleted bundle. Blocks. Raises StateError."""
         self._store.metadata.sweep_bundle(digest, lambda: self._store.blobs.drop(bundle_shelf(digest)))
 

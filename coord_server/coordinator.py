@@ -116,8 +116,11 @@ class Coordinator:
         """Drop what a deletion that was killed has left in the blob store."""
         try:
             for what, version in (await asyncio.to_thread(self.store.metadata.deleted)).items():
-                kind, _, digest = what.rpartition("/")
-                await asyncio.to_thread(self.bundles.sweep if kind else self._sweep_federation, digest, version)
+                kind, _, name = what.rpartition("/")
+                if kind:
+                    await asyncio.to_thread(self.bundles.sweep, name)
+                else:
+                    await asyncio.to_thread(self._sweep_federation, name, version)
         except (MaskfleetError, OSError) as error:
             log.warning("blobs of deleted federations were not swept, the next start tries again: %s", error)
 
