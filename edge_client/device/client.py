@@ -175,6 +175,7 @@ class _Run:
     def go(self, rounds: int | None, once: bool) -> Result:
         client = self.client
         identity = self.journal.identity(client.token, client.device, client.secret)
+        self.remote.transport.credential = identity.credential
         report = self.journal.done()
         if report is not None:
             self.say(Event("done", f"the federation was finished before; the model is {client.model}"))
@@ -212,7 +213,6 @@ class _Run:
         pending = self.journal.pending()
         if pending is None or identity.enrolled is None:
             return False
-        self.remote.transport.credential = identity.credential
         self.say(Event("info", f"round {pending.round}: resuming with the update trained before", pending.round))
         return self._send(Exchange(self.remote, identity.enrolled, self.say), pending) is not None
 
@@ -231,7 +231,6 @@ class _Run:
         if identity.enrolled is None:
             return
         exchange = Exchange(self.remote, identity.enrolled, self.say)
-        self.remote.transport.credential = identity.credential
         try:
             work = exchange.work(0.0)
             failure = failure_of(error, other="backend")

@@ -58,7 +58,6 @@ def enrol(
 
     Raises DataError where the coordinator's model takes samples of another shape.
     """
-    remote.transport.credential = identity.credential
     if identity.enrolled is not None:
         say(Event("info", f"device {identity.device!r} of federation {identity.enrolled.federation!r}"))
         return identity
