@@ -121,7 +121,17 @@ class ServerError(MaskfleetError):
 
 # --- faults found by other libraries, in the same form
 
-_SHOWN = Repr()
+
+class _Shown(Repr):
+    """Values in a sentence, cut short. True, False and None are written as in TOML and JSON."""
+
+    def repr_bool(self, value: bool | None, _: int) -> str:
+        return "null" if value is None else str(value).lower()
+
+    repr_NoneType = repr_bool
+
+
+_SHOWN = _Shown()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100  # characters of a value in a sentence
 
 

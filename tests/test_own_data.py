@@ -48,7 +48,7 @@ def manifest(shape: tuple[int, ...], classes: int) -> Manifest:
         ({"name": "mnist", "characters": 9}, "characters = 9: .*'mnist' does not use it; it is for shakespeare"),
         ({"name": "digits", "inside": "window"}, "inside = 'window': .*it is for har"),
         ({"name": "digits", "path": "x"}, "path = 'x': .*'digits' does not use it"),
-        ({"name": "har", "standardise": True}, "standardise = True: .*it is for npz, images, hf, python"),
+        ({"name": "har", "standardise": True}, "standardise = true: .*it is for npz, images, hf, python"),
         ({"name": "npz", "path": "x", "size": 8}, "size = 8: .*it is for images, hf"),
         ({"name": "images", "path": "x", "factory": "a.py:b"}, "factory = 'a.py:b': .*it is for python"),
         ({"name": "digits", "alhpa": 1}, r"alhpa = 1: there is no such setting; did you mean 'alpha'\?"),

@@ -305,9 +305,8 @@ def make_method(config: dict[str, Any]) -> Method:
     name = settings.pop("name", None)
     found = installed_methods()
     if not isinstance(name, str) or name not in found:
-        raise ConfigError(
-            f"there is no method {name!r}; choose one of {', '.join(found)}{suggestion(str(name), found)}"
-        )
+        what = "the method has no `name`" if name is None else f"there is no method {name!r}"
+        raise ConfigError(f"{what}; choose one of {', '.join(found)}{suggestion(str(name), found)}")
     kind = load_method(found[name])
     try:  # as JSON: strict rules then take its lists for lists, tuples and sets alike
         return kind.model_validate_json(json.dumps(settings, default=str), strict=True)
