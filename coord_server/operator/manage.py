@@ -24,7 +24,6 @@ from coord_server.operator.cli import (
     _print,
     app,
     asked,
-    of_a_path,
 )
 from coord_server.operator.show import DIGITS
 from coord_server.operator.tables import plain, table_of
@@ -32,15 +31,17 @@ from edge_client.errors import ConfigError, UnreachableError
 from edge_client.named_bundles import packaged
 from edge_client.protocol.messages import Change
 from edge_client.protocol.operator import BundleSummary, TokenSummary, Viewer, ViewerRequest
-from edge_client.protocol.patterns import DIGEST
+from edge_client.protocol.patterns import DIGEST, SENTENCES, TOKEN_ID
 
 
 def _of_a_token(given: str) -> str:
     """The id of a token: of one that is given whole only the id is sent, because servers log addresses."""
-    return token_id(hashed(given)) if SECRET.fullmatch(given) else of_a_path(given)
+    id_ = token_id(hashed(given)) if re.fullmatch(DIGEST, given) else given
+    if not re.fullmatch(TOKEN_ID, id_):
+        raise typer.BadParameter(f"this is neither a token nor its id: {SENTENCES[TOKEN_ID]}")
+    return id_
 
 
-SECRET = re.compile(DIGEST)
 TokenId = Annotated[str, typer.Argument(help="The token's id, from the list, or the token.", callback=_of_a_token)]
 
 
