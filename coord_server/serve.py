@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -240,10 +241,12 @@ async def _run(
     config = configured(coordinator, places, application, lifespan="on", **tls)
     try:
         config.load()
-    except OSError as error:  # an SSLError is one, with a reason of its own
+    except OSError as error:
         if certificate is None:
             raise
-        why = str(getattr(error, "reason", None) or error.strerror).replace("_", " ").lower()
+        why = error.strerror
+        if isinstance(error, ssl.SSLError):  # its strerror has OpenSSL's file and line
+            why = (error.reason or "no certificate or no key in it").replace("_", " ").lower()
         raise ConfigError(
             f"--certificate {certificate}, --key {key}: {why}; give a chain and its key, as PEM"
         ) from None

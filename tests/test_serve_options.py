@@ -151,7 +151,11 @@ def test_a_certificate_that_is_none_and_a_data_folder_that_is_a_file_are_named(t
     odd = tmp_path / "odd.pem"
     odd.write_text("no certificate")
     for given, code, said in (
-        (["--data", str(tmp_path / "d"), "--certificate", str(odd), "--key", str(PEM)], 2, "give a chain and its key"),
+        (
+            ["--data", str(tmp_path / "d"), "--certificate", str(odd), "--key", str(PEM)],
+            2,
+            "no certificate or no key in it; give a chain and its key, as PEM\n",
+        ),
         (["--data", str(odd)], 6, "is a file, not a folder; name another folder with --data"),
     ):
         command = [sys.executable, "-m", "edge_client.cli", "serve", "--port", "0", *given]
