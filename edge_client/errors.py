@@ -131,6 +131,9 @@ class _Shown(Repr):
     repr_NoneType = repr_bool
 
 
+_TABLE = "give a table, which is an object in JSON"
+_IN_TOML_AND_JSON = {"tuple_type": "give a list, in brackets", "dict_type": _TABLE, "model_attributes_type": _TABLE}
+"""What is said in place of Python's types, by the kind of fault."""
 _SHOWN = _Shown()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100  # characters of a value in a sentence
 
@@ -166,8 +169,7 @@ def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()
     value = "" if unseen or tables else f" = {_SHOWN.repr(first['input'])}"  # tables fill a screen
     why = first["msg"].removeprefix("Value error, ")  # pydantic's, before a validator's own sentence
     why = SENTENCES.get(first.get("ctx", {}).get("pattern", ""), why)
-    if first["type"] == "tuple_type":  # TOML and JSON know lists alone
-        why = "give a list, in brackets"
+    why = _IN_TOML_AND_JSON.get(first["type"], why)
     if first["type"] == "extra_forbidden":
         why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")
     return f"{where}{value}: {why}"

@@ -73,6 +73,7 @@ def test_bad_updates_are_refused_with_a_reason_and_the_round_goes_on(tmp_path: P
             for low in range(0, len(data), 1000):
                 yield data[low : low + 1000]
 
+        path, leased = "/v1/federations/fed/rounds/1/updates/a", {**bearer(credential("a")), "Maskfleet-Lease": lease}
         huge = good + bytes(10_000)
         too_long = {**sound, "Content-Length": str(10**12)}
         for kind, said, answer in [
@@ -83,6 +84,7 @@ def test_bad_updates_are_refused_with_a_reason_and_the_round_goes_on(tmp_path: P
             ("bad-payload", "score_after", fleet.upload("a", 1, lease, update(np.ones(D), score_after=1.25))),
             ("bad-digest", "damaged", fleet.upload("a", 1, lease, bytes(flipped), sound)),
             ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "md5=:AAAA:"})),
+            ("bad-digest", "there is no Content-Digest; send", fleet.http.put(path, headers=leased, content=good)),
             ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "sha-256=:AAAA:"})),
             ("too-large", "at most", fleet.upload("a", 1, lease, huge)),
             ("too-large", "Content-Length", fleet.upload("a", 1, lease, chunks(good), too_long)),
@@ -218,6 +220,9 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
         for typed in ({}, {"Content-Type": "application/json"}):
             empty = refused(await fleet.operator("POST", "/v1/viewers", typed), "bad-message")
             assert "the message is empty; send a JSON object" in empty
+        for body, shown in ((b"[]", "[]"), (b"null", "null"), (b"true", "true")):
+            listed = refused(await fleet.operator("POST", "/v1/federations", typed, content=body), "bad-message")
+            assert listed.startswith(f"body = {shown}: give a table, which is an object in JSON; ")
         untyped = refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
         assert "the message has no Content-Type; send" in untyped
         refused(await fleet.operator("POST", "/v1/federations", content=b" " * (JSON_LIMIT + 1)), "too-large")

@@ -126,7 +126,7 @@ def test_a_token_is_asked_for_in_numbers(given: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("name", [["x"], {}, None, 1, "nosuch"])
 def test_a_method_whose_name_is_none_is_a_setting_to_correct(tmp_path: Path, name: object) -> None:
-    with pytest.raises(ConfigError, match="there is no method|the method has no `name`"):
+    with pytest.raises(ConfigError, match=r"there is no method|the method has no `name`"):
         make_method({"name": name})
 
     async def main() -> None:

@@ -126,9 +126,8 @@ def sha256_of_header(value: str | None) -> str:
     except (binascii.Error, ValueError):
         raw = b""
     if len(raw) != 32:
-        raise Refusal(
-            "bad-digest", f"Content-Digest is {value!r}; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)"
-        )
+        what = "there is no Content-Digest" if value is None else f"Content-Digest is {value[:80]!r}"
+        raise Refusal("bad-digest", f"{what}; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)")
     return raw.hex()
 
 
