@@ -7,8 +7,7 @@ activations and pools are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,31 +30,13 @@ _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "FusedConv": 1, "NhwcFusedConv": 1
 _PRODUCTS = {"MatMul": 1, "MatMulInteger": 1, "FusedMatMul": 1, "QLinearMatMul": 3}  # second operand's place
 
 
-@dataclass(frozen=True)
-class NodeMacs:
-    """Multiply-adds of one node for the whole batch; a node of a Scan's body carries all its steps."""
-
-    name: str
-    operator: str
-    macs: int
+def macs(model: ModelProto | bytes | Path) -> int:
+    """Multiply-adds of `model`. An unknown first axis of an input counts as 1; raises ConfigError for any other."""
+    return _count(_with_shapes(model).graph, {}, 1)
 
 
-def macs(model: ModelProto | bytes | Path, batch: int = 1) -> int:
-    """Multiply-adds of `model` on `batch` samples. Raises ConfigError when a shape is unknown."""
-    return sum(n.macs for n in node_macs(model, batch))
-
-
-def node_macs(model: ModelProto | bytes | Path, batch: int = 1) -> list[NodeMacs]:
-    """Multiply-adds of every contraction of `model` on `batch` samples, in the graph's order.
-
-    An unknown first axis of an input counts as `batch`. Raises ConfigError when a shape cannot be inferred.
-    """
-    inferred = with_shapes(model, batch)
-    return list(_count(inferred.graph, {}, 1))
-
-
-def with_shapes(model: ModelProto | bytes | Path, batch: int = 1) -> ModelProto:
-    """A copy of `model` with the shape of every value as inferred for `batch` samples."""
+def _with_shapes(model: ModelProto | bytes | Path) -> ModelProto:
+    """A copy of `model` with the shape of every value as inferred for one sample."""
     made = ModelProto()
     if isinstance(model, ModelProto):
         made.CopyFrom(model)
@@ -67,7 +48,7 @@ def with_shapes(model: ModelProto | bytes | Path, batch: int = 1) -> ModelProto:
     for value in made.graph.input:
         dims = value.type.tensor_type.shape.dim
         if value.name not in stored and len(dims) and not dims[0].HasField("dim_value"):
-            dims[0].dim_value = batch
+            dims[0].dim_value = 1
     for value in made.graph.output:  # declared by the writer, for any batch
         value.type.tensor_type.ClearField("shape")
     inferred = made
@@ -83,7 +64,7 @@ def _settle_sizes(graph: GraphProto) -> bool:
 
     Whether there were any.
     """
-    known = shapes(graph)
+    known = _shapes(graph)
     sizes = {t.name: numpy_helper.to_array(t) for t in graph.initializer if t.data_type in SIZES}
     before = len(sizes)
     left = []
@@ -99,7 +80,7 @@ def _settle_sizes(graph: GraphProto) -> bool:
     return len(sizes) > before
 
 
-def shapes(graph: GraphProto, outer: Shapes | None = None) -> dict[str, tuple[int, ...] | None]:
+def _shapes(graph: GraphProto, outer: Shapes | None = None) -> dict[str, tuple[int, ...] | None]:
     """The recorded shape of every value of `graph`, and of those of `outer` graphs that it reads."""
     known = {**(outer or {}), **{t.name: tuple(t.dims) for t in graph.initializer}}
     known |= {n.output[0]: _constant_shape(n) for n in graph.node if n.op_type == "Constant"}
@@ -124,24 +105,24 @@ def _sizes(node: NodeProto, known: Shapes, sizes: Mapping[str, NDArray[Any]]) ->
     return made if made.dtype.kind in "ib" else None
 
 
-def _count(graph: GraphProto, outer: Shapes, times: int) -> Iterator[NodeMacs]:
-    known = shapes(graph, outer)
+def _count(graph: GraphProto, outer: Shapes, times: int) -> int:
+    """Multiply-adds of a graph that runs so many `times`."""
+    known, total = _shapes(graph, outer), 0
     for node in graph.node:
         what = node.name or (node.output[0] if node.output else "")
         if node.op_type == "Scan":
             given = settings(node)
             steps = _need(known, node, node.input[-given["num_scan_inputs"]])
-            yield from _count(given["body"], known, times * steps[given.get("scan_input_axes", [0])[0]])
+            total += _count(given["body"], known, times * steps[given.get("scan_input_axes", [0])[0]])
         elif node.op_type in ("If", "Loop"):
             raise ConfigError(f"node {what!r} is a {node.op_type}: its work depends on the data and cannot be counted")
         else:
-            found = _macs(node, known)
-            if found is not None:
-                yield NodeMacs(what, node.op_type, times * found)
+            total += times * _macs(node, known)
+    return total
 
 
-def _macs(node: NodeProto, known: Shapes) -> int | None:
-    """Multiply-adds of one node, None for one that contracts nothing."""
+def _macs(node: NodeProto, known: Shapes) -> int:
+    """Multiply-adds of one node, 0 for one that contracts nothing."""
     kind = node.op_type
     if kind in _CONVOLUTIONS:  # weight [out, in / groups, *kernel]
         weight = _need(known, node, node.input[_CONVOLUTIONS[kind]])
@@ -159,13 +140,13 @@ def _macs(node: NodeProto, known: Shapes) -> int | None:
     if kind in GATES:  # x [steps, n, in], recurrent weight [directions, gates * hidden, hidden]
         x, recurrent = _need(known, node, node.input[0]), _need(known, node, node.input[2])
         return x[0] * x[1] * recurrent[0] * recurrent[1] * (x[2] + recurrent[2])
-    return None
+    return 0
 
 
-def _einsum(node: NodeProto, operands: Sequence[tuple[int, ...]]) -> int | None:
+def _einsum(node: NodeProto, operands: Sequence[tuple[int, ...]]) -> int:
     equation = settings(node)["equation"].decode().replace(" ", "")
     if len(operands) < 2:
-        return None
+        return 0
     if "..." in equation:
         raise ConfigError(
             f"node {node.name or node.output[0]!r} is an Einsum {equation!r}: name every axis to count it"
