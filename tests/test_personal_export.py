@@ -151,7 +151,7 @@ def test_an_exported_model_compacts_exactly(
     write_dense(bundle, personal, tmp_path / "dense.onnx")
     assert (tmp_path / "personal.onnx").stat().st_size < (tmp_path / "dense.onnx").stat().st_size
     assert not any(n.op_type == "BatchNormalization" for n in onnx.load(tmp_path / "personal.onnx").graph.node)
-    both = latency([tmp_path / "dense.onnx", tmp_path / "personal.onnx"], np.zeros((1, 1, 8, 8), np.float32), 3, 1)
+    both = latency([tmp_path / "dense.onnx", tmp_path / "personal.onnx"], np.zeros((1, 1, 8, 8), np.float32))
     assert all(ms > 0 for ms in both)
 
 

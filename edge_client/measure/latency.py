@@ -137,17 +137,11 @@ def ranks(n: int, share: float) -> tuple[int, int] | None:
     return (low, high) if low >= 0 and high < n else None
 
 
-def latency(
-    models: Sequence[Path | bytes],
-    x: NDArray[Any],
-    runs: int = RUNS,
-    warm_up: int = WARM_UP,
-    threads: int = 1,
-) -> tuple[float, ...]:
+def latency(models: Sequence[Path | bytes], x: NDArray[Any], threads: int = 1) -> tuple[float, ...]:
     """The median milliseconds of each model in ONNX Runtime on the batch `x`, timed in turns. Each has one input.
 
     `models` are files or serialised models. Raises ConfigError when a model does not open or does not take `x`.
     """
     calls = [onnx_call(model, x, threads) for model in models]
-    wall = in_turns(calls, runs, warm_up).wall
+    wall = in_turns(calls).wall
     return tuple(float(np.median(t)) for t in wall)
