@@ -71,9 +71,8 @@ def lacking(kind: Kind) -> list[str]:
 class Exports:
     """The files of one coordinator."""
 
-    def __init__(self, store: Store, seconds: float = SECONDS, waiting: int = WAITING, stored: int = STORED) -> None:
+    def __init__(self, store: Store) -> None:
         self._store, self._folder = store, store.folder / "exports"
-        self._seconds, self._waiting, self._stored = seconds, waiting, stored
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: str | None = None
         self._one = asyncio.Lock()
@@ -95,9 +94,9 @@ class Exports:
         id_, lock = await asyncio.to_thread(self._order, live, kind, device, again)
         if lock is None:
             return self.show(id_)
-        if len(self._tasks) >= self._waiting:
+        if len(self._tasks) >= WAITING:
             os.close(lock)
-            raise Refusal("too-many", f"{self._waiting} files wait for the coordinator's worker; ask again in a minute")
+            raise Refusal("too-many", f"{WAITING} files wait for the coordinator's worker; ask again in a minute")
         (self._folder / id_ / FAULT).unlink(missing_ok=True)
         self._tasks[id_] = asyncio.create_task(self._make(id_))
         self._tasks[id_].add_done_callback(lambda _: os.close(lock))
@@ -178,12 +177,12 @@ class Exports:
         fault = ""
         try:
             assert process.stderr is not None
-            said = await asyncio.wait_for(process.stderr.read(), self._seconds)
+            said = await asyncio.wait_for(process.stderr.read(), SECONDS)
             if await process.wait() and not (folder / FAULT).is_file():
                 last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
                 fault = f"the worker ended with code {process.returncode}: {last[0]}; the coordinator's log has more"
         except asyncio.TimeoutError:
-            fault = f"the worker was stopped after {self._seconds:g} s; make the file on another machine"
+            fault = f"the worker was stopped after {SECONDS:g} s; make the file on another machine"
         finally:
             if process.returncode is None:
                 process.kill()
@@ -270,7 +269,7 @@ class Exports:
     def _sweep(self, fresh: str) -> None:
         """Keep the newest files."""
         folders = [f for f in self._folder.iterdir() if f.name not in {*self._tasks, fresh} and not _held(f)]
-        for old in sorted(folders, key=lambda f: f.stat().st_mtime, reverse=True)[self._stored :]:
+        for old in sorted(folders, key=lambda f: f.stat().st_mtime, reverse=True)[STORED:]:
             shutil.rmtree(old, ignore_errors=True)
 
 

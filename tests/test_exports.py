@@ -299,7 +299,7 @@ def test_what_cannot_be_made_is_refused_or_fails_with_a_sentence(
 
 
 def test_a_worker_that_is_killed_or_too_slow_leaves_a_sentence_and_the_next_request_starts_it_again(
-    tmp_path: Path, workers: list[asyncio.subprocess.Process]
+    tmp_path: Path, workers: list[asyncio.subprocess.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def script(fleet: Fleet) -> None:
         found = (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json()
@@ -308,13 +308,14 @@ def test_a_worker_that_is_killed_or_too_slow_leaves_a_sentence_and_the_next_requ
         assert failed["state"] == "failed"
         assert "the worker ended with code -9" in failed["detail"]
         ours: Exports = fleet.http._transport.app.state.exports  # type: ignore[attr-defined]
-        ours._seconds = 0.05
-        late = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json())
+        with monkeypatch.context() as patch:
+            patch.setattr(exports, "SECONDS", 0.05)
+            late = await ended(fleet, (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json())
         assert late["detail"] == "the worker was stopped after 0.05 s; make the file on another machine"
         assert workers[1].returncode == -9
-        ours._seconds, ours._waiting = exports.SECONDS, 0
-        assert "files wait for" in refused(await fleet.operator("POST", PATH, json={"kind": "onnx"}), "too-many")
-        ours._waiting = 1
+        with monkeypatch.context() as patch:
+            patch.setattr(exports, "WAITING", 0)
+            assert "files wait for" in refused(await fleet.operator("POST", PATH, json={"kind": "onnx"}), "too-many")
         asked = (await fleet.operator("POST", PATH, json={"kind": "onnx"})).json()
         release((await nth(workers, 2)).pid)
         made = await ended(fleet, asked)

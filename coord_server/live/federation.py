@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -72,7 +71,7 @@ class LiveFederation:
     """A federation of a running coordinator."""
 
     def __init__(
-        self, store: Store, id_: str, config: FederationConfig, head: Head, clock: Callable[[], float] = time.time
+        self, store: Store, id_: str, config: FederationConfig, head: Head, clock: Callable[[], float]
     ) -> None:
         """Raises ConfigError when the method cannot be loaded, pydantic's ValidationError for a damaged state."""
         self.id, self.first, self.created_at = id_, head.first, head.created_at
