@@ -8,6 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from coord_server.operator.tables import lasting
+
 PAUSE = 20.0  # seconds between two lines of a long run's log
 
 
@@ -45,7 +47,7 @@ class Steps:
         now = time.monotonic() - self._started
         if now - self._said >= self._pause or self._done == self._total:
             self._said = now
-            left = f"  {duration(now / self._done * (self._total - self._done))} left" if self._done else ""
+            left = f"  {lasting(now / self._done * (self._total - self._done))} left" if self._done else ""
             self._console.print(f"{now:7.1f} s  {words}{left}")
 
     def skip(self, count: int) -> None:
@@ -56,11 +58,3 @@ class Steps:
     def say(self, words: str) -> None:
         """A line that stays, above the bar."""
         self._console.print(words)
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the largest units that suit them: 45 s, 12 min, 3 h 20 min."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
