@@ -75,13 +75,18 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
 
 def _create(folder: Path) -> None:
     """Create a data folder that is never empty, so that no process mistakes it for one that was emptied."""
-    new = folder.with_name(f"{folder.name}.{uuid4().hex}")
-    _mark_new(new, uuid4().hex)
+    new = folder.with_name(f"{folder.name}.first-start")  # a start that is killed leaves it to the next one
     try:
-        new.rename(folder)
-        sync_folder(folder.parent)
-    except OSError:  # another process was first
-        shutil.rmtree(new)
+        make_folder(new, ELSEWHERE)
+        with _alone(new), disk(f"{folder} cannot be made"):
+            if not folder.exists():
+                _mark_new(new, uuid4().hex)
+                new.rename(folder)
+                sync_folder(folder.parent)
+    except StateError:
+        if not folder.exists():
+            raise
+    shutil.rmtree(new, ignore_errors=True)  # it is there when another process was first
 
 
 def _open(folder: Path, database: str | None) -> Store:
