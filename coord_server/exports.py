@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -34,7 +34,7 @@ from edge_client.bundle import MANIFEST, WEIGHTS, digest
 from edge_client.errors import StateError, StorageDamagedError
 from edge_client.files import make_folder, write_whole
 from edge_client.protocol.messages import FederationConfig, Report, Source
-from edge_client.protocol.operator import Export
+from edge_client.protocol.operator import Export, Kind
 
 # A worker's folder: what is asked for and what it is made of; then a line on the work, and the file with what it is, or
 # a sentence.
@@ -43,7 +43,6 @@ SAID, ONNX, MADE, MODEL, FAULT = "said", "made.onnx", "made.json", "model", "fau
 READ = ("eval.onnx", WEIGHTS)  # parts of the bundle
 STOPPED = "the worker was stopped before it was done; ask for the file again"
 ELSEWHERE = "free space on the coordinator's disk"
-Kind = Literal["onnx", "pte"]
 NEEDS: dict[str, Sequence[str]] = {"onnx": ("onnxruntime", "onnx"), "pte": ("torch", "executorch")}
 """Packages that a worker imports."""
 WAITING = 16  # files that may wait for the worker

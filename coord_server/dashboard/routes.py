@@ -23,7 +23,7 @@ from coord_server.dashboard import answers, devices, reference, session, view
 from coord_server.dashboard.answers import SignIn, kept, page
 from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
-from coord_server.exports import Kind, lacking
+from coord_server.exports import lacking
 from coord_server.http import blobs, watch
 from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
 from coord_server.http.artifacts import ExportId, Files
@@ -31,7 +31,7 @@ from coord_server.http.operator import ACTIONS, Action
 from coord_server.http.problems import caller
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault
-from edge_client.protocol.operator import TokenRequest
+from edge_client.protocol.operator import Kind, TokenRequest
 from edge_client.protocol.payload import MEDIA_TYPE
 
 LASTS = {"3600": "an hour", "86400": "a day", "604800": "7 days", "2592000": "30 days"}

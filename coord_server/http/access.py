@@ -178,6 +178,11 @@ class Caller:
     device: str
     _call: Call
 
+    def check(self, device: str, what: str) -> None:
+        """Refuse what a device asks in the name of another one. Raises Refusal."""
+        if device != self.device:
+            raise Refusal("forbidden", f"this credential belongs to {self.device!r}; it cannot {what} for {device!r}")
+
     async def hold(self, answer: Coroutine[Any, Any, T]) -> T | None:
         """The answer of a long poll, or None when it has to answer now to free its place."""
         return await self._call.places.hold((self.live.id, self.device), answer, self._call.connection)

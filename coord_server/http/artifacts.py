@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from coord_server.exports import Exports, Kind
+from coord_server.exports import Exports
 from coord_server.http import blobs, head
 from coord_server.http.access import Calling, FederationId, Operated, Viewed
 from coord_server.http.openapi import headers
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.protocol.messages import Name, Sha256
-from edge_client.protocol.operator import Export, ExportRequest
+from edge_client.protocol.operator import Export, ExportRequest, Kind
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 own = APIRouter(prefix="/v1", tags=["device"])
@@ -107,8 +107,7 @@ async def fetch_own_model(
     The header Maskfleet-Source is "personal", or "global" where a part of that is on the device alone: then the file
     holds the model that all devices share.
     """
-    if device != calling.device:
-        raise Refusal("forbidden", f"this credential belongs to {calling.device!r}; it cannot fetch for {device!r}")
+    calling.check(device, "fetch")
     phase = calling.live.summary().phase
     if phase not in ("finished", "stopped"):
         raise Refusal("wrong-phase", f"{calling.live.id} is {phase}; a device's model is final when it is finished")

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from coord_server.http.openapi import headers
+from coord_server.http.openapi import BYTES, headers
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from coord_server.store.blobs import FolderBlobs, stream
@@ -26,7 +26,7 @@ def described(
     what: str, media_type: str, schema: Mapping[str, str] | None = None, more: Mapping[str, str] | None = None
 ) -> dict[int | str, dict[str, Any]]:
     """The `responses` of an operation that answers with `immutable` or `file`; `more` are headers in words."""
-    binary = {media_type: {"schema": {"type": "string", "format": "binary"}}}
+    binary = {media_type: BYTES}
     whole = {media_type: {"schema": schema}} if schema else binary
     said = headers({"ETag": "For If-None-Match and If-Range.", **(more or {})})
     return {

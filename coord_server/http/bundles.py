@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request
 from coord_server import catalogue
 from coord_server.http import blobs, bodies
 from coord_server.http.access import BundleDigest, Operated, Viewed
-from coord_server.http.openapi import MANIFEST_SCHEMA
+from coord_server.http.openapi import BYTES, MANIFEST_SCHEMA
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
@@ -20,9 +20,8 @@ from edge_client.protocol.payload import MEDIA_TYPE as PAYLOAD
 
 router = APIRouter(prefix="/v1", tags=["operator"])
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
 _MANIFEST = {"required": True, "content": {"application/json": {"schema": MANIFEST_SCHEMA}}}
-_PART = {"required": True, "content": {blobs.BINARY: _BINARY}}
+_PART = {"required": True, "content": {blobs.BINARY: BYTES}}
 
 
 @router.post(
@@ -71,7 +70,7 @@ async def upload_part(request: Request, served: Operated, digest: BundleDigest, 
     "/bundles/{digest}/weights",
     status_code=201,
     responses=documented("too-large", "bad-bundle", "bundle-incomplete", "too-slow"),
-    openapi_extra={"requestBody": {"required": True, "content": {PAYLOAD: _BINARY}}},
+    openapi_extra={"requestBody": {"required": True, "content": {PAYLOAD: BYTES}}},
 )
 async def derive_bundle(request: Request, served: Operated, digest: BundleDigest) -> BundleReceipt:
     """A bundle with the same graphs and other weights, for a warm start; sending it again is harmless.

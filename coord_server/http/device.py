@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from coord_server.bundles import bundle_shelf
 from coord_server.http import blobs, bodies, head
 from coord_server.http.access import BundleDigest, Caller, Calling, Reading, RoundNumber, Served
-from coord_server.http.openapi import MANIFEST_SCHEMA, documented_query
+from coord_server.http.openapi import BYTES, MANIFEST_SCHEMA, documented_query
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from edge_client.errors import PayloadError, StateError
@@ -42,12 +42,7 @@ _LEASED = (
 
 
 _AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": Receipt, "description": "the update was in already"}}
-_BODY = {"required": True, "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
-
-
-def _own(calling: Caller, device: str, what: str) -> None:
-    if device != calling.device:
-        raise Refusal("forbidden", f"this credential belongs to {calling.device!r}; it cannot {what} for {device!r}")
+_BODY = {"required": True, "content": {MEDIA_TYPE: BYTES}}
 
 
 def _json(found: BaseModel, status: int = 200, released: bool = False) -> Response:
@@ -172,7 +167,7 @@ async def upload_update(
     Round, lease, device, digest and length are checked before the body is read. With `wait` the receipt is held back
     until there is work, which it then carries as `work`: the device of a fast round need not ask for it.
     """
-    _own(calling, device, "upload")
+    calling.check(device, "upload")
     sha256 = bodies.sha256_of_header(content_digest)
     if maskfleet_cost is not None:
         try:
@@ -231,7 +226,7 @@ async def report_failure(
     After `lost` the device's next downlink holds everything. Once the federation is finished only `lost` of the round
     after the last is accepted, which has no lease.
     """
-    _own(calling, device, "report a failure")
+    calling.check(device, "report a failure")
     calling.live.devices.note(device)
     calling.live.devices.count(device, "up", "failure", len(await request.body()))
     await calling.live.fail(round_, device, maskfleet_lease, failure)
@@ -240,7 +235,7 @@ async def report_failure(
 @router.put("/federations/{federation}/devices/{device}/report", status_code=204, responses=documented("forbidden"))
 async def report_personal_model(request: Request, calling: Calling, device: DeviceName, report: Report) -> None:
     """The device's final result on its own test data. The newest report counts."""
-    _own(calling, device, "report")
+    calling.check(device, "report")
     calling.live.devices.note(device)
     calling.live.devices.count(device, "up", "report", len(await request.body()))
     await calling.live.report(device, report)

@@ -24,6 +24,8 @@ from edge_client.protocol.messages import Problem
 
 COMPONENTS = "#/components/schemas/"
 MANIFEST_SCHEMA = {"$ref": f"{COMPONENTS}Manifest"}
+BYTES = {"schema": {"type": "string", "format": "binary"}}
+"""A body of bytes."""
 EXAMPLES: dict[str, Any] = json.loads(Path(__file__).with_name("examples.json").read_text())
 """An example of each model; together they tell of device pi-07 in one federation."""
 

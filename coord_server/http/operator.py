@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from coord_server import events
 from coord_server.http import blobs
 from coord_server.http.access import FederationId, Operated, RoundNumber, Served, Viewed
-from coord_server.http.openapi import headers
+from coord_server.http.openapi import BYTES, headers
 from coord_server.http.pages import LINK, Paged
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
@@ -25,11 +25,10 @@ from edge_client.protocol.payload import MEDIA_TYPE
 router = APIRouter(prefix="/v1", tags=["operator"])
 health = APIRouter(prefix="/v1", tags=["health"])
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
 _STATE: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "the method's global state after the last closed round",
-        "content": {MEDIA_TYPE: _BINARY},
+        "content": {MEDIA_TYPE: BYTES},
         "headers": headers({"Maskfleet-Round": "After which round it is; 0 before the first."}),
     }
 }

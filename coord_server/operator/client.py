@@ -5,7 +5,6 @@ One `Operator` speaks to one coordinator by httpx. Every refusal is a ServerErro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +14,8 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
-from edge_client.errors import ConfigError, ServerError, UnreachableError, first_fault
-from edge_client.link.transport import LOOPBACK, redirected
+from edge_client.errors import ServerError, UnreachableError, first_fault
+from edge_client.link.transport import LOOPBACK, address, redirected, refusal
 from edge_client.protocol.messages import Change, Federation, FederationConfig, Round
 from edge_client.protocol.operator import (
     BundleReceipt,
@@ -40,14 +39,8 @@ class Operator:
     """An operator of the coordinator at `url`; close it, or use it in a `with`."""
 
     def __init__(self, url: str, token: str) -> None:
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL:
-            parsed = httpx.URL("")
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ConfigError(f"{url!r} is not the address of a coordinator; give one like http://127.0.0.1:8750")
         self._http = httpx.Client(
-            base_url=parsed,
+            base_url=address(url),
             timeout=TIMEOUT,
             headers={"Authorization": f"Bearer {token}"},
             mounts={f"all://{host}": None for host in LOOPBACK},  # a proxy is not asked for this very machine
@@ -79,11 +72,8 @@ class Operator:
             to, base = redirected(response.url, response.headers["Location"])
             moved = f"{response.url} redirects to {to}; use --url {base}"
             raise ServerError(moved, response.status_code, "moved")
-        try:
-            problem = json.loads(response.content)
-            detail, kind = str(problem["detail"]), str(problem["type"]).rpartition("/")[2]
-        except (ValueError, KeyError, TypeError):
-            detail, kind = f"{response.url} answered {response.status_code}; is it a coordinator?", "not-a-problem"
+        otherwise = f"{response.url} answered {response.status_code}; is it a coordinator?", "not-a-problem"
+        detail, kind = refusal(response.content) or otherwise
         raise ServerError(detail, response.status_code, kind)
 
     def _ask(self, answer: type[T], method: str, path: str, **body: Any) -> T:

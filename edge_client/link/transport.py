@@ -53,7 +53,7 @@ class Transport:
 
     def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
         """`transport` is httpx's, a seam for tests. Raises ConfigError for an address that is not http."""
-        parsed = _parse(url)
+        parsed = address(url)
         self.url = str(parsed).rstrip("/")
         self.secure = parsed.scheme == "https" or parsed.host in ("127.0.0.1", "localhost", "::1")
         self.credential: str | None = None
@@ -157,7 +157,7 @@ def _check(response: httpx.Response) -> None:
         raise Transient("its answer is compressed, which was not asked for")
     if 200 <= status < 300:
         return
-    after, problem = _retry_after(response.headers.get("Retry-After")), _problem(body(response))
+    after, problem = _retry_after(response.headers.get("Retry-After")), refusal(body(response))
     if status in BUSY or status >= 500:
         phrase = httpx.codes.get_reason_phrase(status)  # what a proxy writes may quote the request, with its secrets
         reason = f"it answered {status} {phrase}".rstrip() + (f": {problem[0]}" if problem else "")
@@ -177,7 +177,7 @@ def redirected(asked: httpx.URL, location: str) -> tuple[str, str]:
     return to, to.removesuffix(version_1 + rest)
 
 
-def _problem(data: bytes) -> tuple[str, str] | None:
+def refusal(data: bytes) -> tuple[str, str] | None:
     """Detail and kind of a coordinator's problem (RFC 9457); None when the bytes are something else."""
     try:
         problem = json.loads(data)
@@ -200,11 +200,15 @@ def _retry_after(value: str | None) -> float | None:
     return min(max(seconds, RETRY_AFTER_LEAST), RETRY_AFTER_MOST) if seconds == seconds else None
 
 
-def _parse(url: str) -> httpx.URL:
+def address(url: str) -> httpx.URL:
+    """A coordinator's address. Raises ConfigError for one that is not http."""
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError):
         parsed = httpx.URL("")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"{url!r} is not the address of a coordinator; give one like https://fleet.example.org")
+        raise ConfigError(
+            f"{url!r} is not the address of a coordinator; give one like https://fleet.example.org or "
+            "http://127.0.0.1:8750"
+        )
     return parsed

@@ -103,6 +103,10 @@ class BundleReceipt(Message):
     missing: list[str]
 
 
+Kind = Literal["onnx", "pte"]
+"""What a model is made as."""
+
+
 class ExportRequest(Message):
     """Ask for a model as a file of this kind: the global one, or with `device` that device's own.
 
@@ -110,7 +114,7 @@ class ExportRequest(Message):
     of its own training. Then the file has the global model, and `source` of the answer is `global`.
     """
 
-    kind: Literal["onnx", "pte"]
+    kind: Kind
     device: Name | None = None
 
 
@@ -122,7 +126,7 @@ class Export(Message):
     """
 
     id: Sha256
-    kind: Literal["onnx", "pte"]
+    kind: Kind
     device: str | None
     round: int
     """The last closed round when it was asked for."""
