@@ -234,22 +234,27 @@ async def reader(
 ) -> Reader:
     """The operator, a viewer, or a device whose federation uses bundle `digest`. Raises Refusal."""
     call: Call = request.scope[CALL]
-    if call.role is not None:
-        await documented_query(request)
-        return Reader(served, None, None)
-    refused = Refusal("unauthorized", f"bundle {digest} is for the devices of its federations; enrol with a join token")
-    credential = "" if given is None else auth.hashed(given.credentials)
+    live = device = None
+    if call.role is None:
+        credential = "" if given is None else auth.hashed(given.credentials)
+        live, device = await _user(served, digest, credential)
+        call.of_device(credential)
+    await documented_query(request)
+    return Reader(served, live, device)
+
+
+async def _user(served: Coordinator, bundle: str, credential: str) -> tuple[LiveFederation, str]:
+    """A federation that uses the bundle, and its device with this credential. Raises Refusal."""
+    refused = Refusal("unauthorized", f"bundle {bundle} is for the devices of its federations; enrol with a join token")
     for id_ in await served.federations_of(credential):
         try:
             live = await served.find(id_)
-            device = await live.devices.device_of(credential) if live.config.bundle == digest else None
+            device = await live.devices.device_of(credential) if live.config.bundle == bundle else None
         except Refusal as refusal:  # removed from this federation or not loaded; perhaps another one has the bundle
             refused = refusal
             continue
         if device is not None:
-            call.of_device(credential)
-            await documented_query(request)
-            return Reader(served, live, device)
+            return live, device
     raise refused
 
 
