@@ -140,11 +140,9 @@ def test_after_the_last_round_the_federation_is_finished_and_late_devices_change
 
 def test_a_repeated_round_asks_fresh_devices_first_then_asked_ones_and_failed_ones_last() -> None:
     c = config(cohort=1, max_attempts=9)
-    drawn = []
-    for present in ("abc", "ab", "a"):
-        event = here(present)
-        state = State(asked={"a": 0, "b": 1}, failed={"a": Failure(kind="backend", reason="x")})
-        drawn.append(engine._draw(c, state, event, 2, 1))
+    again = State(phase="running", stage="drawing", round=1, attempt=1, asked={"a": 0, "b": 1},
+                  failed={"a": Failure(kind="backend", reason="x")})  # fmt: skip
+    drawn = [run(c, here(present), state=again)[0].cohort for present in ("abc", "ab", "a")]
     assert drawn == [("c",), ("b",), ("a",)]
 
 
