@@ -11,7 +11,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -201,17 +201,13 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     logging.getLogger("uvicorn.error").addFilter(not_cancelled)
     places = Places(room(max_connections))
-    store = open_store(data, database, init)
-    try:
+    with listen(host, port) as listening, closing(open_store(data, database, init)) as store:
         token, where = auth.operator_token(data)
-        listening = listen(host, port)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
         application = {"allow_origins": origins, "open_metrics": open_metrics}
         # A signal that the parent process blocks is blocked here too: SIGTERM would not end the coordinator.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         asyncio.run(_run(coordinator, places, listening, where, certificate, key, application))
-    finally:
-        store.close()
 
 
 async def _run(

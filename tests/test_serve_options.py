@@ -181,11 +181,12 @@ def test_a_token_that_no_header_can_carry_is_refused_on_both_sides(
         operator.list_(token_file=file)
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named_before_a_data_folder_is_made(tmp_path: Path) -> None:
     with serve.listen("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(ConfigError, match="choose another --host or --port"):
-            serve.listen("127.0.0.1", taken.getsockname()[1])
+            call("--data", str(tmp_path / "d"), "--port", str(taken.getsockname()[1]))
+    assert not (tmp_path / "d").exists()
 
 
 def test_processes_on_one_folder_share_the_operator_s_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ class _Run:
             if once:
                 break
             hold = client.poll
-        self.say(Event("done", f"{done} rounds done; run the same command again to go on"))
+        self.say(Event("done", f"{done} round{'' if done == 1 else 's'} done; run the same command again to go on"))
         return Result(identity.device, done, "paused")
 
     def _resume(self, identity: Identity) -> bool:
