@@ -168,6 +168,19 @@ def test_bytes_that_are_not_http_get_a_problem(tmp_path: Path) -> None:
 # --- messages
 
 
+def test_a_message_of_any_announced_length_beyond_the_limit_is_refused_before_its_body(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as here:
+            for size in (str(DEVICE_LIMIT + 1), "9" * 18, "9" * 20):
+                streams = await here.connect()
+                head = f"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+                status, _, problem = await ask(streams, head.encode())
+                assert (status, problem["type"]) == (413, "/problems/too-large")
+                streams[1].close()
+
+    asyncio.run(main())
+
+
 def test_nothing_is_kept_of_a_message_that_was_refused_for_its_length(tmp_path: Path) -> None:
     async def main() -> None:
         async with listening(tmp_path) as here:

@@ -70,8 +70,8 @@ async def _message(scope: Scope, receive: Receive) -> Message:
     call: Call = scope[CALL]
     limit = JSON_LIMIT if call.role == "operator" else DEVICE_LIMIT
     too_long = HTTPException(413, f"a message has at most {limit} bytes, this one has more; shorten it")
-    announced, more = headers.get("content-length", ""), True
-    if _COUNT.match(announced) and int(announced) > limit:
+    announced, more = headers.get("content-length", "0"), True
+    if not _COUNT.match(announced) or int(announced) > limit:
         raise too_long
     while more:
         message = await receive()
