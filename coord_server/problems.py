@@ -38,7 +38,7 @@ class Kind:
 
 
 PROBLEMS: dict[str, Kind] = {
-    "bad-request": Kind(400, "Content-Length is 'many'; send the number of bytes"),
+    "bad-request": Kind(400, "Invalid HTTP request received. Send HTTP/1.1 as RFC 9112 defines it"),
     "unauthorized": Kind(401, "this needs the device's credential: send Authorization: Bearer CREDENTIAL"),
     "forbidden": Kind(403, "this credential belongs to 'pi-07'; it cannot upload for 'pi-08'"),
     "device-removed": Kind(403, "device 'pi-07' was removed from har by its operator"),

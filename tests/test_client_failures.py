@@ -131,7 +131,7 @@ def test_a_refused_failure_report_ends_the_run(tmp_path: Path, monkeypatch: pyte
 
 
 UNFIT = [
-    problem(400, "bad-request", "Content-Length is 'many'"),
+    problem(400, "bad-request", "Invalid HTTP request received"),
     problem(413, "too-large", "an update of this method has at most 51174 bytes, Content-Length says 1506424"),
     problem(415, "unsupported", "an update is a safetensors file"),
     problem(422, "bad-payload", "array 'parameters' holds NaN"),

@@ -70,9 +70,9 @@ async def _message(scope: Scope, receive: Receive) -> Message:
     call: Call = scope[CALL]
     limit = JSON_LIMIT if call.role == "operator" else DEVICE_LIMIT
     too_long = HTTPException(413, f"a message has at most {limit} bytes, this one has more; shorten it")
-    announced, more = headers.get("content-length", "0"), True
-    if not _COUNT.match(announced) or int(announced) > limit:
+    if not _fits(headers.get("content-length", "0"), limit):
         raise too_long
+    more = True
     while more:
         message = await receive()
         if message["type"] != "http.request":
@@ -133,11 +133,14 @@ def sha256_of_header(value: str | None) -> str:
 
 def check_length(request: Request, limit: int, what: str) -> None:
     """Refuse a body whose announced length is over `limit` before a byte of it is read. Raises Refusal."""
-    announced = request.headers.get("content-length")
-    if announced is not None and not _COUNT.match(announced):
-        raise Refusal("bad-request", f"Content-Length is {announced[:40]!r}; send the number of bytes")
-    if announced is not None and int(announced) > limit:
-        raise Refusal("too-large", f"{what} has at most {limit} bytes, Content-Length says {announced}")
+    announced = request.headers.get("content-length", "0")
+    if not _fits(announced, limit):
+        raise Refusal("too-large", f"{what} has at most {limit} bytes, Content-Length says {announced[:40]}")
+
+
+def _fits(announced: str, limit: int) -> bool:
+    """Whether a Content-Length, which may have any number of digits, is at most `limit`."""
+    return _COUNT.match(announced) is not None and int(announced) <= limit
 
 
 async def read_bounded(request: Request, limit: int, what: str) -> bytes:
