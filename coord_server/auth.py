@@ -34,7 +34,7 @@ def hashed(secret: str) -> str:
 
 
 def token_id(digest: str) -> str:
-    """The name of a token in lists: the first 16 digits of its SHA-256, from which nothing follows about the token."""
+    """The name of a token in lists: the first 16 digits of its SHA-256, which reveal nothing of it."""
     return digest[:16]
 
 

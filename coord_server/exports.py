@@ -36,8 +36,8 @@ from edge_client.files import make_folder, write_whole
 from edge_client.protocol.messages import FederationConfig, Report, Source
 from edge_client.protocol.operator import Export, Kind
 
-# A worker's folder: what is asked for and what it is made of; then a line on the work, and the file with what it is, or
-# a sentence.
+# Names in a worker's folder: the order and its inputs; the worker's last line; the file with its description, or a
+# sentence in its place.
 ORDER, STATE, RECORD, BUNDLE, LOCK = "order.json", "state", "record", "bundle", "lock"
 SAID, ONNX, MADE, MODEL, FAULT = "said", "made.onnx", "made.json", "model", "fault"
 READ = ("eval.onnx", WEIGHTS)  # parts of the bundle

@@ -79,7 +79,7 @@ Known = Annotated[Session | None, Depends(_known)]
 
 
 async def _seen(known: Known) -> Session:
-    """The session of somebody who may look. Raises SignIn."""
+    """The session of the operator or a viewer. Raises SignIn."""
     if known is None:
         raise SignIn
     return known

@@ -24,8 +24,8 @@ NAMED = 24  # devices of one state that the round's card names
 TROUBLES = 20  # faults of closed rounds that are shown
 ROUNDS = 20  # rounds in the table
 REFRESH: dict[Phase | None, int] = {"running": 2, "recruiting": 3, "paused": 5}  # seconds; others: QUIET
-QUIET = 15  # also for pages with a stream of events, which tells of changes
-WORKING = 2  # while a model is being made, of which no event tells
+QUIET = 15  # also for pages with a stream of events, which announces changes
+WORKING = 2  # while a model is being made, which no event announces
 EACH = 400  # devices that add a second: reading 2,000 rows takes 70 ms of a core
 
 

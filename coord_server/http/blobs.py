@@ -91,7 +91,7 @@ def _is_known(request: Request, etag: str) -> bool:
 
 
 def tags(header: str) -> tuple[str, ...]:
-    """The tags in a header, without quotes. A proxy that compresses makes weak ones of strong ones: they count too."""
+    """The tags in a header, without quotes. A compressing proxy makes strong tags weak, so weak ones count too."""
     return tuple(each.strip().removeprefix("W/").strip('"') for each in header.split(","))
 
 

@@ -163,5 +163,5 @@ def delete_bundle(
 
 
 def _at(seconds: float) -> str:
-    """A moment in this machine's time."""
+    """A time in this machine's time zone."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -226,7 +226,7 @@ class Metadata:
             c.execute(insert(viewers).values(token=token, expires_at=expires_at))
 
     def viewers(self) -> dict[str, float]:
-        """When each viewer's token expires, by its SHA-256, in the order of these."""
+        """When each viewer's token expires, by its SHA-256 and in that order."""
         return {row.token: row.expires_at for row in self.database.all(select(viewers).order_by(viewers.c.token))}
 
     def remove_viewer(self, id_: str) -> bool:

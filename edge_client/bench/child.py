@@ -22,7 +22,7 @@ SECONDS = 300.0
 
 
 def drop_from_cache(file: Path) -> None:
-    """Ask the system to forget the file's content, so that opening it reads the disk."""
+    """Drop the file from the system's cache, so that opening it reads the disk."""
     if hasattr(os, "posix_fadvise"):
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

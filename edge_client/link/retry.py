@@ -2,7 +2,7 @@
 
 A failed attempt is repeated after a random time below a bound that doubles ("full jitter", so that devices which failed
 together do not return together), until `patience` seconds have passed without a usable answer. When the coordinator's
-answer has a Retry-After, it is alive: that wait is kept and costs no patience, for `BUSY_MOST` seconds in all.
+answer has a Retry-After, it is up: that wait is kept and costs no patience, for `BUSY_MOST` seconds in all.
 
 Written here because retry libraries count attempts or elapsed time, and do not stop the clock for a Retry-After; with
 that and the events, a loop on top of one is as long as this one.

@@ -36,7 +36,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Transient(Exception):
-    """No usable answer this time. `after` is set when the coordinator is alive and names the seconds to stay away."""
+    """No usable answer this time. `after` are the seconds that a coordinator which answers asks to wait."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(reason)

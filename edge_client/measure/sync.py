@@ -44,7 +44,7 @@ def load(seconds: float, threads: int = 1) -> None:
     def spin() -> None:
         matrix = np.ones((192, 192), np.float32)
         while time.monotonic() < end:
-            matrix @ matrix  # numpy lets go of the interpreter meanwhile
+            matrix @ matrix  # numpy releases the interpreter's lock meanwhile
 
     others = [threading.Thread(target=spin, daemon=True) for _ in range(threads - 1)]
     for other in others:
