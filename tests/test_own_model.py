@@ -71,22 +71,30 @@ def test_only_files_of_the_folder_that_are_imported_count(tmp_path: Path) -> Non
     assert sources(tmp_path / "broken.py") == [tmp_path / "broken.py"]
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a cache of its own."""
+    monkeypatch.setenv("MASKFLEET_BUNDLES", str(tmp_path / "cache"))
+
+
 def test_a_module_is_exported_again_only_when_its_content_changes(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
-    cache, data = tmp_path / "cache", samples(1, 4, 4)
+    data = samples(1, 4, 4)
 
     def opened() -> tuple[Path, int]:
-        made = open_module(place, ExportConfig(), data, cache=cache)
+        made = open_module(place, ExportConfig(), data)
         return made.folder, capsys.readouterr().err.count("exporting")
 
     first, told = opened()
     assert told == 1
     (tmp_path / "data.py").write_text("x = 1")
     assert opened() == (first, 0)
-    weights = open_module(place, ExportConfig(), data, cache=tmp_path / "other").model().parameters
-    assert np.array_equal(weights, open_module(place, ExportConfig(), data, cache=cache).model().parameters)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("MASKFLEET_BUNDLES", str(tmp_path / "other"))
+        weights = open_module(place, ExportConfig(), data).model().parameters
+    assert np.array_equal(weights, open_module(place, ExportConfig(), data).model().parameters)
     capsys.readouterr()
     (tmp_path / "parts.py").write_text("WIDTH = 9\n")
     second, told = opened()
@@ -96,7 +104,7 @@ def test_a_module_is_exported_again_only_when_its_content_changes(
     monkeypatch.setattr("edge_bench.own_model.missing_exporter", lambda: ["torch"])  # no torch: what is there opens
     assert opened()[1] == 0
     with pytest.raises(ConfigError, match=r"maskfleet\[author\].*--bundle digits"):
-        open_module(place, ExportConfig(seed=3), data, cache=cache)
+        open_module(place, ExportConfig(seed=3), data)
 
 
 BODY = """
@@ -127,14 +135,14 @@ def test_weights_that_are_drawn_and_count_as_trained_are_named(
     pytest.importorskip("torch")
     (tmp_path / "model.py").write_text(f"{BODY}{loads}    return net\n")
     place, table = f"{tmp_path}/model.py:build", ExportConfig()
-    made = open_module(place, table, samples(4), cache=tmp_path / "cache")
+    made = open_module(place, table, samples(4))
     for _ in range(2):  # exported, and found in the cache
         err = capsys.readouterr().err
         assert (f"warning: {words}" in err, "warning" in err) == (bool(words), bool(words))
-        open_module(place, table, samples(4), cache=tmp_path / "cache")
+        open_module(place, table, samples(4))
     capsys.readouterr()
     if not loads:
-        open_module(place, ExportConfig(seed=1), samples(4), cache=tmp_path / "cache")
+        open_module(place, ExportConfig(seed=1), samples(4))
         assert "warning" not in capsys.readouterr().err
     from edge_export.cli import export
 
@@ -170,7 +178,7 @@ def test_random_weights_are_named_too_when_the_function_sets_a_seed_of_its_own(
     torch = pytest.importorskip("torch")
     seeded = "from torch import manual_seed\n" + BODY.replace("    net", f"    {seeds}\n    net")
     (tmp_path / "model.py").write_text(f"{seeded}    return net\n")
-    made = open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4), cache=tmp_path / "cache")
+    made = open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4))
     assert "warning: the weights are drawn anew each time build() runs" in capsys.readouterr().err
     torch.manual_seed(0)
     assert np.array_equal(made.model().parameters[:20], torch.nn.Linear(4, 5).weight.detach().numpy().ravel())
@@ -207,7 +215,7 @@ def test_a_mistake_in_the_model_is_the_author_s_with_its_line(text: str, words: 
     pytest.importorskip("torch")
     (tmp_path / "model.py").write_text(f"from torch import nn\n{text}")
     with pytest.raises((AuthorError, ConfigError, ModelError), match=words) as raised:
-        open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4), cache=tmp_path / "cache")
+        open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4))
     assert "fault of maskfleet" not in str(raised.value)
 
 
@@ -216,7 +224,7 @@ def test_the_bundle_names_classes_as_the_table_or_else_the_data_do(place: str, t
 
     def said(known: tuple[str, ...], **table: Any) -> Manifest:
         data = replace(samples(1, 4, 4), classes=known)
-        return open_module(place, ExportConfig(**table), data, cache=tmp_path / "cache").manifest
+        return open_module(place, ExportConfig(**table), data).manifest
 
     assert said(("a", "b", "c")).class_names == ("a", "b", "c")
     assert said(("a", "b")).class_names == ()  # the model has three outputs
@@ -234,7 +242,7 @@ def test_the_bundle_names_classes_as_the_table_or_else_the_data_do(place: str, t
 def test_the_printed_command_exports_what_was_simulated(place: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     table = ExportConfig(seed=3, init="torch", target="classification")
-    made = open_module(place, table, samples(1, 4, 4), cache=tmp_path / "cache")
+    made = open_module(place, table, samples(1, 4, 4))
     from edge_export.cli import export
 
     words = command(place, table, made, tmp_path / "about.toml")
@@ -252,7 +260,7 @@ def test_the_printed_command_exports_what_was_simulated(place: str, tmp_path: Pa
     (tmp_path / "words.py").write_text(
         "from torch import nn\ndef build():\n    return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5))\n"
     )
-    made = open_module(f"{tmp_path}/words.py:build", ExportConfig(), tokens, cache=tmp_path / "cache")
+    made = open_module(f"{tmp_path}/words.py:build", ExportConfig(), tokens)
     assert command("w.py:build", ExportConfig(), made, None) == shlex.split(
         "maskfleet export w.py:build --input 7 --dtype int64 --target sequence -o bundle"
     )
@@ -295,7 +303,7 @@ def test_a_model_that_does_not_suit_the_data_is_refused_with_what_the_data_were_
     pytest.importorskip("torch")
     (tmp_path / "model.py").write_text(text)
     with pytest.raises(ModelError, match=words):
-        open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4, **given), cache=tmp_path / "cache")
+        open_module(f"{tmp_path}/model.py:build", ExportConfig(), samples(4, **given))
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.float32, np.bool_])
@@ -332,7 +340,6 @@ def test_one_file_simulates_an_own_model_on_own_data(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setenv("MASKFLEET_BUNDLES", str(tmp_path / "cache"))
     (tmp_path / "data.py").write_text(
         "import numpy as np\ndef load():\n    y = np.arange(90) % 3\n"
         "    return {'x': np.eye(3, 16)[y].reshape(-1, 1, 4, 4), 'y': y, 'owner': np.arange(90) % 3}\n"

@@ -72,8 +72,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MASKFLEET_BUNDLES") or Path.home() / ".cache" / "maskfleet" / "bundles")
 
 
-def open_named(name: str, cache: Path | None = None) -> Bundle:
-    """The bundle `name` of `NAMES`, built now unless `cache` (None: `cache_folder`) has it.
+def open_named(name: str) -> Bundle:
+    """The bundle `name` of `NAMES`, built now unless the cache has it.
 
     Raises BundleError for an unknown name, ConfigError when torch is missing, DataError when the data is.
     """
@@ -89,7 +89,7 @@ def open_named(name: str, cache: Path | None = None) -> Bundle:
 
         build(name, folder)
 
-    return into_cache(f"{name}-{recipe()}", make, check, cache)
+    return into_cache(f"{name}-{recipe()}", make, check)
 
 
 def is_named(name: str) -> bool:
@@ -102,11 +102,9 @@ def missing_exporter() -> list[str]:
     return [name for name in ("torch", "onnxscript") if find_spec(name) is None]
 
 
-def into_cache(
-    name: str, build: Callable[[Path], None], check: Callable[[], None], cache: Path | None = None
-) -> Bundle:
+def into_cache(name: str, build: Callable[[Path], None], check: Callable[[], None]) -> Bundle:
     """The bundle in the cache's folder `name`; when there is none, `check` may refuse and `build` writes it."""
-    folder = (cache or cache_folder()) / name
+    folder = cache_folder() / name
     if (folder / MANIFEST).is_file():
         return Bundle.open(folder)
     check()

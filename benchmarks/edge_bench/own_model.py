@@ -75,9 +75,7 @@ def settings(table: ExportConfig, data: Samples | DeviceFiles) -> dict[str, Any]
     }
 
 
-def open_module(
-    place: str, table: ExportConfig, data: Samples | DeviceFiles, torch_part: bool = False, cache: Path | None = None
-) -> Bundle:
+def open_module(place: str, table: ExportConfig, data: Samples | DeviceFiles, torch_part: bool = False) -> Bundle:
     """The bundle of the module that the function at `place` builds, for these data.
 
     Raises ConfigError when torch is missing and the model was not exported before, else as an export does.
@@ -114,7 +112,7 @@ def open_module(
                 "bundle that takes such samples, like --bundle digits for 8x8 images"
             )
 
-    return with_warnings(into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check, cache))
+    return with_warnings(into_cache(f"{file.stem}-{function}-{address.hexdigest()[:12]}", build, check))
 
 
 def with_warnings(bundle: Bundle) -> Bundle:
