@@ -53,7 +53,8 @@ WIDE = 500  # columns of what is no terminal
 DIGEST = re.compile(patterns.DIGEST)
 
 
-def _operator(url: str, token_file: Path) -> Operator:
+def connected(url: str, token_file: Path) -> Operator:
+    """The operator of a coordinator. Raises ConfigError without a token."""
     token, source = os.environ.get(OPERATOR_ENV, "").strip(), OPERATOR_ENV
     if not token:
         source = str(token_file)
@@ -112,8 +113,9 @@ def _say(found: T, table: Callable[[T], Any], as_json: bool) -> None:
         Console(highlight=False, emoji=False, width=width).print(*table(found), sep="\n")
 
 
-def _print(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:
-    with _operator(url, token_file) as operator:
+def answer(ask: Callable[[Operator], T], table: Callable[[T], Any], url: str, token_file: Path, as_json: bool) -> None:
+    """Print what a coordinator answers to `ask`, as `_say` does."""
+    with connected(url, token_file) as operator:
         found = ask(operator)
     _say(found, table, as_json)
 
@@ -140,7 +142,7 @@ def create(
         folder = bundle_folder(named, file.parent)
     # A fault in the file shows before anything is uploaded.
     check_settings({**settings, "bundle": "0" * 64} if folder is not None else settings, str(file))
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         if folder is not None:
             settings["bundle"] = operator.upload_bundle(folder)
             for line in Bundle.open(folder).warnings:
@@ -154,7 +156,7 @@ def create(
 @app.command("list")
 def list_(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List the federations."""
-    _print(lambda operator: operator.federations(), tables.federations, url, token_file, as_json)
+    answer(lambda operator: operator.federations(), tables.federations, url, token_file, as_json)
 
 
 @app.command()
@@ -169,7 +171,7 @@ def show(
     """Show a federation: what runs, how well, who is missing and why, what to do next."""
     if watch + config + as_json > 1:
         raise ConfigError("--watch, --config and --json exclude each other; give one of them")
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         if as_json:
             _say(operator.federation(id_), lambda _: [], True)
         elif config:
@@ -183,7 +185,7 @@ def show(
 @app.command()
 def devices(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List a federation's devices: updates, bytes of payloads, score, when last seen, state (--json: all bytes)."""
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         config, found = operator.federation(id_).config, operator.devices(id_)
     presence = PRESENCE if config is None else config.presence_seconds
     _say(found, lambda devices: tables.devices(devices, presence), as_json)
@@ -197,14 +199,14 @@ def remove(
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
     """Remove a device for good."""
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         operator.remove_device(id_, device)
 
 
 @app.command()
 def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List the closed rounds: scores, bits per parameter, payload bytes by kind, failures, guarded updates."""
-    _print(lambda operator: operator.rounds(id_), tables.rounds, url, token_file, as_json)
+    answer(lambda operator: operator.rounds(id_), tables.rounds, url, token_file, as_json)
 
 
 @app.command()
@@ -216,13 +218,13 @@ def token(
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
     """Print a fresh join token."""
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         print(operator.token(id_, asked(TokenRequest, uses=uses, expires_in=expires_in)).token)
 
 
 def _operation(action: str) -> Callable[..., None]:
     def operate(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
-        with _operator(url, token_file) as operator:
+        with connected(url, token_file) as operator:
             f = operator.operate(id_, action)
         print(f"{f.id}: {f.phase}, round {f.round}" + (f" of {f.config.rounds}" if f.config else ""))
 
@@ -258,7 +260,7 @@ def export(
     """
     if output is None and onnx is None:
         raise ConfigError("nothing to write; give --onnx FILE for the model, or --output FILE for the method's state")
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         if output is not None:
             written = operator.state(id_)
             write_whole(output, written, mode=0o666, elsewhere="choose another --output")

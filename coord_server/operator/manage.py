@@ -20,10 +20,10 @@ from coord_server.operator.cli import (
     Id,
     TokenFile,
     Url,
-    _operator,
-    _print,
+    answer,
     app,
     asked,
+    connected,
 )
 from coord_server.operator.show import DIGITS
 from coord_server.operator.tables import plain, table_of
@@ -61,7 +61,7 @@ def change(
                 min_updates=min_updates)  # fmt: skip
     if new == Change():
         raise ConfigError("nothing to change; name a setting, such as --rounds 30")
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         operator.change(id_, new)
     print(f"{id_}: " + ", ".join(f"{name} = {value}" for name, value in new.model_dump(exclude_none=True).items()))
 
@@ -69,7 +69,7 @@ def change(
 @app.command()
 def delete(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
     """Delete a federation with its devices, rounds and state; one that runs has to be stopped first."""
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         operator.delete(id_)
     print(f"{id_}: deleted")
 
@@ -77,7 +77,7 @@ def delete(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
 @app.command()
 def tokens(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List a federation's join tokens: id, uses left, when each expires."""
-    _print(lambda operator: operator.tokens(id_), _tokens, url, token_file, as_json)
+    answer(lambda operator: operator.tokens(id_), _tokens, url, token_file, as_json)
 
 
 def _tokens(found: Sequence[TokenSummary]) -> list[Table]:
@@ -90,7 +90,7 @@ def _tokens(found: Sequence[TokenSummary]) -> list[Table]:
 @app.command()
 def revoke(id_: Id, token: TokenId, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
     """Revoke a join token; devices that have joined with it stay."""
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         operator.revoke(id_, token)
 
 
@@ -101,14 +101,14 @@ def viewer(
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
     """Print a fresh token that may read everything but secrets, and change nothing."""
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         print(operator.viewer(asked(ViewerRequest, expires_in=expires_in)).token)
 
 
 @app.command()
 def viewers(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List the viewers' tokens: id, when each expires."""
-    _print(lambda operator: operator.viewers(), _viewers, url, token_file, as_json)
+    answer(lambda operator: operator.viewers(), _viewers, url, token_file, as_json)
 
 
 def _viewers(found: Sequence[Viewer]) -> list[Table]:
@@ -121,14 +121,14 @@ def _viewers(found: Sequence[Viewer]) -> list[Table]:
 @app.command()
 def revoke_viewer(token: TokenId, url: Url = URL, token_file: TokenFile = TOKEN_FILE) -> None:
     """Revoke a viewer's token."""
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         operator.revoke_viewer(token)
 
 
 def list_bundles(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
     """List a coordinator's bundles: name, parameters, missing parts, federations that use each (--json: all digits)."""
     try:
-        _print(lambda operator: operator.bundles(), _bundles, url, token_file, as_json)
+        answer(lambda operator: operator.bundles(), _bundles, url, token_file, as_json)
     except ConfigError as error:
         raise ConfigError(f"{error}{_packaged()}") from None
     except UnreachableError as error:
@@ -154,7 +154,7 @@ def delete_bundle(
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
     """Delete a bundle that no federation uses."""
-    with _operator(url, token_file) as operator:
+    with connected(url, token_file) as operator:
         found = [b.digest for b in operator.bundles() if b.digest.startswith(digest)]
         if len(found) != 1:
             raise ConfigError(f"{len(found)} bundles begin with {digest!r}; `maskfleet bundle list` shows them")
