@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -47,7 +47,7 @@ def bound(module: nn.Module, case: Case) -> Bound:
     module = copy.deepcopy(module).double().eval().requires_grad_(False)
     x = _samples(case)
     watch = _Watch()
-    with _from_embeddings(module) if case.ids is not None else _nothing(), watch:
+    with _from_embeddings(module) if case.ids is not None else nullcontext(), watch:
         outputs = module(x if case.ids is not None else x.requires_grad_())
     weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     # Averaging places would let their gradients cancel by symmetry; random weights do not.
@@ -66,11 +66,6 @@ def _samples(case: Case) -> Tensor:
         return x
     sizes = torch.tensor([1.0, 1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 2.0, 1.0, 5.0, 1.0]).view(-1, *[1] * (x.ndim - 1))
     return (x * sizes).double()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager

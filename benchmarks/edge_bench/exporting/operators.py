@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,15 +27,14 @@ from edge_bench.exporting.cases import CASES, Case, Sequences
 from edge_client.errors import ConfigError, ModelError
 from edge_client.graph.check import check_file
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    # name: module, one sample, values of an integer input (0: floats)
-    "resnet20": (partial(models.Resnet, 20, 10), (3, 32, 32), 0),
-    "vit-tiny": (partial(models.VisionTransformer, depth=12), (3, 32, 32), 0),
-    "vgg9": (models.vgg9, (1, 32, 32), 0),
-    "mobilenetv2": (partial(models.MobileNetV2, 10), (3, 32, 32), 0),
-    "gru": (lambda: Sequences(nn.GRU(5, 64, 2, batch_first=True), 64), (40,), 11),
-    "lstm": (partial(models.NextCharacter, 80, 8, 256, layers=2), (80,), 80),
-    "resnet56": (partial(models.Resnet, 56, 10), (3, 32, 32), 0),
+MODELS = {
+    "resnet20": Case(partial(models.Resnet, 20, 10), (3, 32, 32)),
+    "vit-tiny": Case(models.VisionTransformer, (3, 32, 32)),
+    "vgg9": Case(models.vgg9, (1, 32, 32)),
+    "mobilenetv2": Case(models.MobileNetV2, (3, 32, 32)),
+    "gru": Case(lambda: Sequences(nn.GRU(5, 64, 2, batch_first=True), 64), (40,), 11),
+    "lstm": Case(partial(models.NextCharacter, 80), (80,), 80),
+    "resnet56": Case(partial(models.Resnet, 56, 10), (3, 32, 32)),
 }
 
 
@@ -82,16 +80,11 @@ def main(
     torch.set_num_threads(1)
     origin = provenance.origin()
     found: dict[str, dict[str, Any]] = {"models": {}, "cases": {}}
-    rows: dict[str, list[tuple[str, Callable[[], nn.Module], torch.Tensor]]] = {"models": [], "cases": []}
-    for name, (make, sample, integers) in MODELS.items():
-        rows["models"].append((name, make, Case(make, sample, integers).example()))
-    for name, case in CASES.items():
-        rows["cases"].append((name, case.make, case.example()))
-    for kind, listed in rows.items():
-        for name, make, example in listed:
+    for kind, cases in {"models": MODELS, "cases": CASES}.items():
+        for name, case in cases.items():
             if chosen is None or name in chosen:
                 torch.manual_seed(0)
-                found[kind][name] = row(make(), example)
+                found[kind][name] = row(case.make(), case.example())
                 print(name, found[kind][name], flush=True)
                 write_json(json_file, {**origin, "threads": 1, "clock": "CPU time of the process", **found})
 
