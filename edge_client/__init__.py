@@ -7,6 +7,7 @@ Importing the package is cheap: each name is loaded from its module at its first
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from edge_client.errors import MaskfleetError as MaskfleetError
     from edge_client.methods import Method as Method
     from edge_client.methods import make_method as make_method
+
+# Unless this is set when it starts, ONNX Runtime (from 1.29 on) sends its makers an account of every session.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOME = {
     "Bundle": "bundle",

@@ -694,6 +694,7 @@ def test_a_phone_runs_onnx_files_by_perf_test_and_gives_its_memory(phone: Path, 
         ("compact", 3.0, 20.0),
     ]
     assert (phone / "phone" / "libonnxruntime.so").exists()
+    assert "ORT_DISABLE_TELEMETRY=1 LD_LIBRARY_PATH=. ./onnxruntime_perf_test" in (phone / "calls").read_text()
     missing = invoke("bench", found[0].file, "--adb", "PIXEL8", "--runner", phone / "nowhere", "--meter", "none")
     assert "is not there; name the runner" in str(missing.exception)
 

@@ -113,6 +113,20 @@ def test_the_same_secret_and_seed_give_the_same_bytes_and_another_secret_others(
     assert updates[0] == updates[1] != updates[2]
 
 
+def test_nothing_is_kept_in_the_home_folder_for_the_makers_of_the_engine(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("CI", "ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME"):  # what moves ONNX Runtime's reports or prevents them
+        monkeypatch.delenv(name, raising=False)
+    with Federation(tmp_path / "fed") as fed:
+        fed.create(Bundle.open(BUNDLE), config({"name": "fedavg", "epochs": 1}))
+        assert fed.join("a", data).wait() == ExitCode.DONE
+    assert not list(home.rglob("*"))
+
+
 def test_from_a_packaged_bundle_to_predictions_with_what_every_file_and_log_says(tmp_path: Path, data: Path) -> None:
     def command(*arguments: str) -> str:
         done = subprocess.run(

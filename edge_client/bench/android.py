@@ -61,8 +61,8 @@ def _executor_runner(adb: Adb, runner: str, model: str, threads: int, runs: int)
 def _perf_test(adb: Adb, runner: str, model: str, threads: int, runs: int) -> Turn:
     result = "times.csv"
     command = (
-        f"cd {FOLDER} && rm -f {result} && LD_LIBRARY_PATH=. ./{quote(runner)} -e cpu -I -m times -r {runs} "
-        f"-x {threads} -y 1 {quote(model)} {result} 2>&1"
+        f"cd {FOLDER} && rm -f {result} && ORT_DISABLE_TELEMETRY=1 LD_LIBRARY_PATH=. ./{quote(runner)} -e cpu -I "
+        f"-m times -r {runs} -x {threads} -y 1 {quote(model)} {result} 2>&1"
     )
     said = adb.shell(command, SECONDS)
     rows = [line.split(",") for line in adb.pull(f"{FOLDER}/{result}").splitlines() if line.count(",") >= 3]
