@@ -274,8 +274,8 @@ def test_a_place_holds_any_entries_by_rule_or_one_by_one(table: list[list[int]])
     given = np.array(table)
     made = place("t", 0, "makes", given)
     np.testing.assert_array_equal(made.of(len(table)), given)
-    ruled = Place("t", 0, "makes", 3, 5, 2, 20)
-    assert place("t", 0, "makes", ruled.of(4)) == ruled
+    for ruled in (Place("t", 0, "makes", 3, 5, 2, 20), Place("t", 0, "makes", 3)):
+        assert place("t", 0, "makes", ruled.of(4)) == ruled
 
 
 def test_the_values_of_a_channel_are_those_at_its_entries() -> None:
