@@ -64,8 +64,8 @@ def test_more_positions_than_the_fraction_allows_are_refused() -> None:
     data = values.encode("topk:1", V, 0)
     with pytest.raises(CodecError, match="5 values are sent where at most 2 are due"):
         values.decode("topk:0.3", data, 6, 0)
-    with pytest.raises(CodecError, match="at most 1"):
-        values.decode("stc:0.1", values.encode("stc:1", V, 0), 6, 0)
+    with pytest.raises(CodecError, match="3 values are sent where at most 2 are due"):  # 2.5 is rounded to 2
+        values.decode("stc:0.5", values.encode("stc:0.6", V[1:], 0), 5, 0)
 
 
 # --- quantised
