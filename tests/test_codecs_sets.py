@@ -260,6 +260,16 @@ def test_flip_counts_come_back_from_their_differences_to_the_predictions(
     assert used == len(written)
 
 
+def test_predicted_flip_counts_are_those_of_the_plain_reader() -> None:
+    """Rates whose ratio is below, at and beyond the limits 1/4 and 4."""
+    for before in range(0, 130, 3):
+        for last in range(0, 130, 3):
+            sizes, flips = np.array([300, 300, 5000]), np.array([before, last, 0])
+            for offset in (0, 3):
+                due = codec_readers.expected([before, last], sizes.tolist(), offset)
+                assert classes._expected(flips, sizes, 2, offset) == due
+
+
 @QUICK
 @given(masks(), st.booleans())
 def test_auto_is_one_byte_larger_than_the_best(mask: NDArray[np.bool_], with_contexts: bool) -> None:
