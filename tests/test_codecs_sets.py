@@ -260,6 +260,16 @@ def test_flip_counts_come_back_from_their_differences_to_the_predictions(
     assert used == len(written)
 
 
+@pytest.mark.parametrize(
+    ("size", "flipped", "lanes"),
+    [(1000, 0, 0), (1000, 10, 1), (10**6, 10**4, 34), (10**6, 5 * 10**5, 244), (10**9, 10**8, 1 << 14)],
+)
+def test_the_number_of_lanes_by_hand(size: int, flipped: int, lanes: int) -> None:
+    # 10 of 1000: 7 bits a gap, 3 of them raw; 70 bits. 10,000 of a million: 70,000 >> 11 is less than 30,000 >> 4.
+    # Half a million: 2 bits a gap, none raw, so 10**6 >> 12.
+    assert entropy._Model.of(np.array([size]), np.array([flipped])).lanes == lanes
+
+
 def test_predicted_flip_counts_are_those_of_the_plain_reader() -> None:
     """Rates whose ratio is below, at and beyond the limits 1/4 and 4."""
     for before in range(0, 130, 3):
