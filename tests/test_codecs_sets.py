@@ -143,6 +143,12 @@ def test_sets_across_block_and_tile_borders_come_back() -> None:
             assert np.array_equal(codecs.decode_mask(name, payload, d, contexts), mask), name
 
 
+@pytest.mark.parametrize("name", ["rice", "entropy"])
+def test_positions_of_the_longest_vector_come_back(name: str) -> None:
+    ends = [0, 2**31, 2**32 - 2]
+    assert codecs.decode(name, codecs.encode(name, np.array(ends), codecs.MAX_D), codecs.MAX_D).tolist() == ends
+
+
 def test_payloads_whose_last_byte_has_any_number_of_unused_bits_come_back() -> None:
     for i in range(200):
         mask = flips(1000 + i, 0.05)
