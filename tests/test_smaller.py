@@ -386,7 +386,7 @@ def test_a_reason_is_given_once_and_names_layers(tmp_path: Path, monkeypatch: py
     _, report, _ = compact(graph, values, tmp_path)
     assert report.stopped == ("a: LayerNormalization reads dead channels (4 of 8)",)
 
-    def ragged(writer: Writer) -> None:
+    def ragged(writer: Writer, rewrite: object) -> None:
         raise Ragged("n", "it is cut differently from entry to entry")
 
     monkeypatch.setattr(Writer, "run", ragged)

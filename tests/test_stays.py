@@ -12,6 +12,7 @@ from small_graphs import CONV, GRAPHS, MEAN, Graph, compact, masked, weights
 
 from edge_client.compaction import maps
 from edge_client.compaction.pieces import Ragged
+from edge_client.compaction.rules import REWRITES
 from edge_client.compaction.writer import Writer
 from edge_client.equality import Probe, Sides, prove
 from edge_client.errors import CompactionError
@@ -29,10 +30,9 @@ def test_a_layer_whose_reader_cannot_be_cut_stays_whole_and_the_others_go(
             if isinstance(error, Ragged):
                 error.value = name
             raise error
-        rewrite(w, node)
+        maps.rewrite(w, node)
 
-    rewrite = maps.MAP.rewrite
-    monkeypatch.setattr(maps, "MAP", replace(maps.MAP, rewrite=picky))
+    monkeypatch.setitem(REWRITES, maps.MAP, picky)
     model, report, found = compact(graph, masked(graph, "weight", 0.5, 0), tmp_path)
     assert found <= 1e-5
     assert weights(model, "Conv", "Gemm") == [(4, 2, 3, 3), (3, 4, 3, 3), (10, 27), (3, 10)]

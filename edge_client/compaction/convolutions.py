@@ -129,7 +129,8 @@ def _weight(layer: _Conv, members: list[int], rows: Ids, columns: Ids) -> F64:
     return stored.reshape(-1, *stored.shape[2:])
 
 
-def _conv_rewrite(w: Writer, node: NodeProto) -> None:
+def rewrite(w: Writer, node: NodeProto) -> None:
+    """The convolution of the channels that are left, and a map of what the others emit."""
     s, name, out = w.study, node.input[0], node.output[0]
     layer = _of(s, node)
     groups, outs = layer.weight.shape[:2]
@@ -201,4 +202,4 @@ def biased(constant: F64, axis: int) -> tuple[F64, F64 | None]:
     return bias, rest if np.abs(rest).max(initial=0.0) > 1e-12 * scale else None
 
 
-CONVOLUTION = Rule(_conv_forward, _conv_backward, _conv_rewrite)
+CONVOLUTION = Rule(_conv_forward, _conv_backward)

@@ -21,7 +21,8 @@ from onnx import NodeProto
 from edge_client.compaction import convolutions, maps, moves, products, recurrent
 from edge_client.compaction.atoms import ANY, NONE, Atoms, Labels
 from edge_client.compaction.net import Net, Shape
-from edge_client.compaction.study import Study, thin
+from edge_client.compaction.rules import rule
+from edge_client.compaction.study import OPAQUE, Study, thin
 from edge_client.graph.axes import axes_of
 from edge_client.graph.nodes import GATES, settings
 
@@ -37,42 +38,40 @@ class Labelled:
         """The input of each Expand, by its output: the same value for all channels."""
         self.made: dict[tuple[str, int, Role], Labels] = {}
         """What `_along` gives for a computed constant."""
-        self.maps: list[tuple[NodeProto, maps.Behaviour]] = []
+        self.maps: list[NodeProto] = []
         """The maps that read parameters."""
 
     def run(self) -> None:
         """Label every value and join what belongs together."""
-        for node in self.net.nodes:
-            if node.output[0] not in self.net.sizes:
-                self._node(node)
+        for node in self.net.data_nodes():
+            self._node(node)
         self.atoms.fix(self.labels[self.net.output], "they are the model's outputs")
         changed = True
         while changed:  # what differs along two axes cannot leave by either
-            for node, found in self.maps:
-                self._parameters(node, found)
+            for node in self.maps:
+                self._parameters(node)
             changed = sum(self._one_axis(value) for value in self.labels.values()) > 0
 
     def _node(self, node: NodeProto) -> None:
-        s = self.study
         if node.op_type == "Expand" and node.input[0] in self.labels:
             self.repeats[node.output[0]] = node.input[0]
         if any(0 in self.net.shapes[node.input[k]] for k in self.net.data(node)):
             self._opaque(node)
-        elif convolutions.is_convolution(s, node):
-            self._convolution(node)
-        elif products.is_product(s, node):
-            self._product(node)
-        elif products.is_embedding(s, node):
-            self.atoms.fix(self._along(node.input[0], 0, "holds"), "samples name them by number")
-            self._put(node.output[0], self._along(node.input[0], 1, "makes"))
-        elif recurrent.is_recurrent(s, node):
-            self._recurrent(node)
-        elif moves.is_move(self.net, node):
-            self._move(node)
-        elif (found := maps.behaviour(s, node)) is not None:
-            self._map(node, found)
-        else:
-            self._opaque(node)
+            return
+        labelled = {
+            convolutions.CONVOLUTION: self._convolution,
+            products.PRODUCT: self._product,
+            products.EMBEDDING: self._embedding,
+            recurrent.RECURRENT: self._recurrent,
+            moves.MOVE: self._move,
+            maps.MAP: self._map,
+            OPAQUE: self._opaque,
+        }
+        labelled[rule(self.study, node)](node)
+
+    def _embedding(self, node: NodeProto) -> None:
+        self.atoms.fix(self._along(node.input[0], 0, "holds"), "samples name them by number")
+        self._put(node.output[0], self._along(node.input[0], 1, "makes"))
 
     def _opaque(self, node: NodeProto) -> None:
         """Of an operator that mixes channels, or reads a value without elements."""
@@ -285,7 +284,7 @@ class Labelled:
             self._put(name, label)
 
     def _move(self, node: NodeProto) -> None:
-        (source,) = moves.sources(self.study, node)
+        source = moves.sources(self.study, node)
         kept = [self.labels[node.input[k]].reshape(-1) for k in self.net.data(node)]
         at = np.maximum(source, 0)
         labels = np.where(source >= 0, np.concatenate(kept)[at], ANY)
@@ -312,8 +311,9 @@ class Labelled:
             low = high
         return labels
 
-    def _map(self, node: NodeProto, found: maps.Behaviour) -> None:
-        net, atoms = self.net, self.atoms
+    def _map(self, node: NodeProto) -> None:
+        net, atoms, found = self.net, self.atoms, maps.behaviour(self.study, node)
+        assert found is not None
         out = node.output[0]
         shape = net.shapes[out]
         rank = len(shape)
@@ -330,12 +330,13 @@ class Labelled:
             joined = np.where(a == ANY, b, np.where(b == NONE, NONE, a))
         self._put(out, joined)
         if found.parameters:
-            self.maps.append((node, found))
-            self._parameters(node, found)
+            self.maps.append(node)
+            self._parameters(node)
 
-    def _parameters(self, node: NodeProto, found: maps.Behaviour) -> None:
+    def _parameters(self, node: NodeProto) -> None:
         """A map reads the labels of its output by its parameters, where they differ along one axis."""
-        net, labels = self.net, self.labels[node.output[0]]
+        net, labels, found = self.net, self.labels[node.output[0]], maps.behaviour(self.study, node)
+        assert found is not None
         for k, owners in found.parameters.items():
             for axis, at in enumerate(owners):
                 if at is None or not net.tensors(node.input[k]):

@@ -239,7 +239,8 @@ def _backward(s: Study, node: NodeProto) -> None:
         s.mark(node.input[k], _gathered(mask, s.shape(node.input[k]), found.apart))
 
 
-def _rewrite(w: Writer, node: NodeProto) -> None:
+def rewrite(w: Writer, node: NodeProto) -> None:
+    """The map on the entries that are left."""
     found = behaviour(w.study, node)
     assert found is not None
     out = node.output[0]
@@ -338,4 +339,4 @@ def _parameter(w: Writer, node: NodeProto, k: int, found: Behaviour, target: lis
     return w.constant(value)
 
 
-MAP = Rule(_forward, _backward, _rewrite)
+MAP = Rule(_forward, _backward)

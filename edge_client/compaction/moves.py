@@ -25,7 +25,7 @@ PICK = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 OTHER = frozenset({"DepthToSpace", "SpaceToDepth", "Tile"})
 
 
-def sources(s: Study, node: NodeProto) -> list[Ids]:
+def sources(s: Study, node: NodeProto) -> Ids:
     """For each element of the output, its flat place in the inputs that carry data, one behind the other; -1: none."""
     key = ("sources", node.output[0])
     if key not in s.notes:
@@ -43,11 +43,11 @@ def sources(s: Study, node: NodeProto) -> list[Ids]:
                 given.append(np.zeros(known.shape) if known.dtype.kind == "f" else known)
         s.notes[key] = s.net.operators.run(node, given)[0].astype(np.int64) - 1
     found: Ids = s.notes[key]
-    return [found]
+    return found
 
 
 def _forward(s: Study, node: NodeProto) -> None:
-    (source,) = sources(s, node)
+    source = sources(s, node)
     facts = [s.facts(node.input[k]) for k in s.net.data(node)]
     value = s.net.operators.run(node, [s.facts(v).value if v else None for v in node.input])[0]
     varies = np.concatenate([f.varies.reshape(-1) for f in facts])
@@ -78,7 +78,7 @@ def _labels(s: Study, node: NodeProto, source: Ids) -> Labels:
 
 
 def _backward(s: Study, node: NodeProto) -> None:
-    (source,) = sources(s, node)
+    source = sources(s, node)
     live, due = s.live(node.output[0]), s.due[node.output[0]]
     start = 0
     for k in s.net.data(node):
@@ -93,7 +93,8 @@ def _backward(s: Study, node: NodeProto) -> None:
         start += size
 
 
-def _rewrite(w: Writer, node: NodeProto) -> None:
+def rewrite(w: Writer, node: NodeProto) -> None:
+    """The move of what is left."""
     if node.op_type == "Transpose":
         piece = w.pieces[node.input[0]]
         order = settings(node).get("perm", list(range(piece.ids.ndim))[::-1])
@@ -117,7 +118,7 @@ def _rewrite(w: Writer, node: NodeProto) -> None:
 
 def _renumbered(w: Writer, node: NodeProto, ids: Ids) -> Ids:
     """Places in the input as places in the output, of which every element has one source of its own."""
-    (source,) = sources(w.study, node)
+    source = sources(w.study, node)
     back = np.full(prod(w.study.shape(node.input[0])) + 2, -1)
     back[source.reshape(-1)] = np.arange(source.size)
     return np.where(ids >= 0, back[np.maximum(ids, 0)], ids)
@@ -128,7 +129,7 @@ def _renumbered(w: Writer, node: NodeProto, ids: Ids) -> Ids:
 
 def _pick(w: Writer, node: NodeProto) -> None:
     s, name, out = w.study, node.input[0], node.output[0]
-    (source,) = sources(s, node)
+    source = sources(s, node)
     from_ = by_axis(source, s.shape(name))
     if from_ is None or len(s.net.data(node)) != 1:
         w.copy_whole(node)
@@ -282,7 +283,7 @@ def _pad_axes(s: Study, node: NodeProto) -> list[int]:
 def _regular(w: Writer, node: NodeProto) -> None:
     """Any other move: on the entries that its wanted outputs come from, if what it makes of them is again a product."""
     s, name, out = w.study, node.input[0], node.output[0]
-    (source,) = sources(s, node)
+    source = sources(s, node)
     needed = np.zeros(prod(s.shape(name)), np.bool_)
     read = source.reshape(-1)[w.grid(out, s.wanted(out)).reshape(-1)]
     needed[read[read >= 0]] = True
@@ -313,7 +314,7 @@ def _kept_by(w: Writer, node: NodeProto, target: Lists) -> Lists | None:
     return lists
 
 
-MOVE = Rule(_forward, _backward, _rewrite)
+MOVE = Rule(_forward, _backward)
 MOVES = REGROUP | PICK | OTHER | {"Concat", "Pad", "Transpose"}
 
 

@@ -116,6 +116,10 @@ class Net:
                 pending += more
         return found
 
+    def data_nodes(self) -> list[NodeProto]:
+        """The nodes that compute with data, in order: all but those of sizes."""
+        return [n for n in self.nodes if n.output[0] not in self.sizes]
+
     def data(self, node: NodeProto) -> list[int]:
         """The inputs of `node` that carry data: neither constants nor sizes."""
         return [k for k, v in enumerate(node.input) if v and v not in self.constants and v not in self.sizes]

@@ -65,7 +65,7 @@ def _cancels(s: Study, value: str, rows: Ids) -> bool:
             continue
         scalar = user.op_type in ("Mul", "Div") and user.input[0] == value and len(rest) == 1
         if is_move(s.net, user) and s.net.data(user) == [0]:
-            (source,) = sources(s, user)
+            source = sources(s, user)
             found = rows.reshape(-1)[source] if (source >= 0).all() else None
         elif (user.op_type == "Add" and len(rest) == 1 and len(s.shape(out)) == rows.ndim) or (
             scalar and rest[0] in s.net.constants and s.net.constants[rest[0]].size == 1
@@ -103,7 +103,7 @@ def _averages(s: Study, name: str) -> bool:
     entry = np.broadcast_to(np.arange(shape[axis]).reshape(-1, *(1,) * (len(shape) - 1 - axis)), shape)
     row = np.broadcast_to(np.take(np.arange(prod(shape)).reshape(shape), [0], axis), shape)
     for node in chain[::-1]:
-        (source,) = sources(s, node)
+        source = sources(s, node)
         if (source < 0).any():
             return False
         entry, row = entry.reshape(-1)[source], row.reshape(-1)[source]
@@ -159,7 +159,8 @@ def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:
     return some(mask, once, keepdims=True) if once else mask
 
 
-def _product_rewrite(w: Writer, node: NodeProto) -> None:
+def rewrite_product(w: Writer, node: NodeProto) -> None:
+    """The product with the rows, columns and summed entries that are left."""
     s = w.study
     first, second, transposed, third = operands(node)
     if second in s.net.constants and len(s.shape(second)) == 2 and first in w.pieces:
@@ -307,7 +308,7 @@ def _zero(ids: Ids, axis: int, entry: Ids) -> bool:
     return bool((moved[np.broadcast_to(np.expand_dims(entry < 0, -2), moved.shape)] == -2).all())
 
 
-PRODUCT = Rule(_product_forward, _product_backward, _product_rewrite)
+PRODUCT = Rule(_product_forward, _product_backward)
 
 
 # --- embeddings
@@ -337,7 +338,8 @@ def _embedding_backward(s: Study, node: NodeProto) -> None:
         s.mark(node.input[1], np.ones(s.shape(node.input[1]), np.bool_))
 
 
-def _embedding_rewrite(w: Writer, node: NodeProto) -> None:
+def rewrite_embedding(w: Writer, node: NodeProto) -> None:
+    """The rows of a table with the columns that are left."""
     s, out = w.study, node.output[0]
     kept = s.wanted(out)[-1]
     table = w.constant(s.net.constants[node.input[0]][:, kept])
@@ -346,4 +348,4 @@ def _embedding_rewrite(w: Writer, node: NodeProto) -> None:
     w.put(out, made, w.grid(out, [*(np.arange(n) for n in s.shape(out)[:-1]), kept]))
 
 
-EMBEDDING = Rule(_embedding_forward, _embedding_backward, _embedding_rewrite)
+EMBEDDING = Rule(_embedding_forward, _embedding_backward)

@@ -134,7 +134,8 @@ def _wholes(s: Study, node: NodeProto, live: Bools, columns: Ids) -> list[Whole]
     return found
 
 
-def _rewrite(w: Writer, node: NodeProto) -> None:
+def rewrite(w: Writer, node: NodeProto) -> None:
+    """The layer with its live units, and what stands for the others."""
     s, name = w.study, node.input[0]
     gates = GATES[node.op_type]
     live: Bools = s.notes["live", tuple(node.output)]
@@ -235,4 +236,4 @@ def _start_of(w: Writer, name: str, way: int, own: Ids) -> str:
     return w.emit("Add", [made, w.constant(fill)]) if fill.any() else made
 
 
-RECURRENT = Rule(_forward, _backward, _rewrite)
+RECURRENT = Rule(_forward, _backward)

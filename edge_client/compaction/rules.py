@@ -1,4 +1,4 @@
-"""The rule of each node."""
+"""Which kind of operator a node is: the rule of its study, and the function that writes it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from onnx import NodeProto
 
 from edge_client.compaction import convolutions, maps, moves, products, recurrent
 from edge_client.compaction.study import OPAQUE, Rule, Study
+from edge_client.compaction.writer import Rewrite, Writer
 
 
 def rule(s: Study, node: NodeProto) -> Rule:
-    """How `node` is analysed and written."""
+    """How `node` is studied."""
     if convolutions.is_convolution(s, node):
         return convolutions.CONVOLUTION
     if products.is_product(s, node):
@@ -23,3 +24,19 @@ def rule(s: Study, node: NodeProto) -> Rule:
     if maps.behaviour(s, node) is not None:
         return maps.MAP
     return OPAQUE
+
+
+REWRITES: dict[Rule, Rewrite] = {
+    convolutions.CONVOLUTION: convolutions.rewrite,
+    products.PRODUCT: products.rewrite_product,
+    products.EMBEDDING: products.rewrite_embedding,
+    recurrent.RECURRENT: recurrent.rewrite,
+    moves.MOVE: moves.rewrite,
+    maps.MAP: maps.rewrite,
+    OPAQUE: Writer.copy_whole,
+}
+
+
+def rewrite(s: Study, node: NodeProto) -> Rewrite:
+    """How `node` is written on fewer elements."""
+    return REWRITES[rule(s, node)]

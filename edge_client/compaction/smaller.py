@@ -19,7 +19,7 @@ from edge_client.compaction.net import Net, build
 from edge_client.compaction.operators import Array
 from edge_client.compaction.pieces import Ragged
 from edge_client.compaction.preparation import prepare
-from edge_client.compaction.rules import rule
+from edge_client.compaction.rules import rewrite, rule
 from edge_client.compaction.study import Study, study
 from edge_client.compaction.writer import FEWEST, Costs, Writer
 from edge_client.errors import CompactionError, MaskfleetError
@@ -99,7 +99,7 @@ def written(found: Study, costs: Costs = FEWEST) -> Writer:
     while True:
         writer = Writer(found, levels, costs, why)
         try:
-            writer.run()
+            writer.run(rewrite)
             return writer
         except Exception as error:
             freer = set()

@@ -4,8 +4,8 @@
     backward: which elements an output depends on
 
 A forward pass and then a backward pass reach the fixed point: constants do not depend on who reads them, and an element
-that is constant reads nothing. Each kind of operator has one `Rule` (in `convolutions`, `products`, `recurrent`,
-`moves`, `maps`). An operator without one is opaque: its outputs vary when any input varies, and it reads all of them.
+that is constant reads nothing. Each kind of operator has one `Rule` (see `rules`). An operator without one is opaque:
+its outputs vary when any input varies, and it reads all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,6 @@ from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.operators import Array
-
-if TYPE_CHECKING:
-    from edge_client.compaction.writer import Writer
 
 Bools = NDArray[np.bool_]
 Labels = NDArray[np.int64]
@@ -58,8 +55,6 @@ class Study:
     """What a rule keeps from one pass for the next."""
     whole: Mapping[str, str] = field(default_factory=dict)
     """Values of which nothing goes, and why: all their elements count as varying and read."""
-    rules: list[tuple[NodeProto, Rule]] = field(default_factory=list)
-    """The nodes and the rule of each, in the graph's order."""
     again: Callable[[Mapping[str, str]], Study] = field(init=False)
     """The same study with other values whole."""
 
@@ -133,11 +128,10 @@ class Study:
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of operator: facts of its outputs, what it reads of its inputs, and the same on fewer channels."""
+    """One kind of operator: facts of its outputs, and what it reads of its inputs."""
 
     forward: Callable[[Study, NodeProto], None]
     backward: Callable[[Study, NodeProto], None]
-    rewrite: Callable[[Writer, NodeProto], None]
 
 
 def study(net: Net, rule: Callable[[Study, NodeProto], Rule], whole: Mapping[str, str] | None = None) -> Study:
@@ -145,19 +139,18 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule], whole: Mapping[str
     found = Study(net, whole=whole or {})
     shape = net.shapes[net.input]
     found.store(net.input, np.zeros(shape, net.kinds[net.input]), np.True_, np.int64(0))
-    nodes = [n for n in net.nodes if not any(o in net.sizes for o in n.output)]
+    backward = []
     with np.errstate(all="ignore"):
-        for node in nodes:
-            chosen = rule(found, node)
-            if not any(found.facts(v).varies.any() for v in node.input if v) and all(
-                v in found.varies or v in net.constants or v in net.sizes for v in node.input if v
-            ):
-                chosen = _settled(chosen)
-            chosen.forward(found, node)
-            found.rules.append((node, chosen))
+        for node in net.data_nodes():
+            if any(found.facts(v).varies.any() for v in node.input if v):
+                chosen = rule(found, node)
+                chosen.forward(found, node)
+                backward.append((node, chosen.backward))
+            else:
+                constant_outputs(found, node)
         found.mark(net.output, np.ones(net.shapes[net.output], np.bool_))
-        for node, chosen in reversed(found.rules):
-            chosen.backward(found, node)
+        for node, read in reversed(backward):
+            read(found, node)
     found.again = lambda more: study(net, rule, more)
     return found
 
@@ -183,11 +176,6 @@ def mixed(a: Labels, b: Labels) -> Labels:
         return np.asarray(a * (_MIX if np.any(b) else np.int64(1)) + b, np.int64)
 
 
-def _settled(rule: Rule) -> Rule:
-    """The rule of a node that nothing varying reaches: its outputs are computed; it is not written."""
-    return Rule(constant_outputs, lambda s, node: None, rule.rewrite)
-
-
 def constant_outputs(s: Study, node: NodeProto) -> None:
     """Facts of a node whose inputs are all constant."""
     made = s.net.operators.run(node, [s.facts(v).value if v else None for v in node.input])
@@ -208,9 +196,4 @@ def opaque_backward(s: Study, node: NodeProto) -> None:
             s.mark(node.input[k], np.ones(s.shape(node.input[k]), np.bool_))
 
 
-def opaque_rewrite(w: Writer, node: NodeProto) -> None:
-    """The node as it is, on whole inputs."""
-    w.copy_whole(node)
-
-
-OPAQUE = Rule(opaque_forward, opaque_backward, opaque_rewrite)
+OPAQUE = Rule(opaque_forward, opaque_backward)

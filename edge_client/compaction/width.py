@@ -215,6 +215,6 @@ def widened(extra: Forced) -> Callable[[Study, NodeProto], Rule]:
                 due = mask & live_channels(s, out, axis)
                 s.mark(node.input[0], np.broadcast_to(due.reshape(1, -1, *(1,) * (len(given) - 2)), given))
 
-        return Rule(forward, backward, own.rewrite)
+        return Rule(forward, backward)
 
     return chosen

@@ -8,7 +8,7 @@ missing channel is a constant other than zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -69,15 +69,16 @@ class Writer:
         self._explained: set[tuple[str, str]] = set()
         self._count = 0
 
-    def run(self) -> None:
-        """Write every node whose outputs are needed."""
+    def run(self, rewrite: Callable[[Study, NodeProto], Rewrite]) -> None:
+        """Write every node whose outputs are needed, by the function that `rewrite` gives for it."""
         net, s = self.net, self.study
         self.put(net.input, net.input, np.arange(int(np.prod(s.shape(net.input)))).reshape(s.shape(net.input)))
-        ends = {v: node for node, _ in s.rules for v in node.input if v != net.output}
-        for node, rule in s.rules:
+        nodes = net.data_nodes()
+        ends = {v: node for node in nodes for v in node.input if v != net.output}
+        for node in nodes:
             if any(s.live(o).any() for o in node.output if o):
                 self.node = node
-                rule.rewrite(self, node)
+                rewrite(s, node)(self, node)
             for v in node.input:
                 if ends.get(v) is node:  # nothing reads it any more
                     self.pieces.pop(v, None)
@@ -360,3 +361,7 @@ class Writer:
             if value:
                 shape = self.study.shape(value)
                 self.put(value, name, np.arange(int(np.prod(shape))).reshape(shape))
+
+
+Rewrite = Callable[[Writer, NodeProto], None]
+"""Writes one node on fewer elements."""
