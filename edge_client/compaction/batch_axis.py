@@ -15,10 +15,9 @@ import numpy as np
 from onnx import NodeProto, helper
 
 from edge_client.compaction.net import Net, drop_unused
+from edge_client.compaction.reshapes import REGROUP
 from edge_client.graph.axes import POINTWISE
 from edge_client.graph.nodes import settings
-
-_REGROUPING = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 
 
 def unmerge_batch(net: Net) -> None:
@@ -54,7 +53,7 @@ def _written(net: Net, node: NodeProto, unmerged: dict[str, tuple[str, int]], ax
     shape, name = net.shapes[out], node.input[0] if node.input else ""
     if op == "Expand" and data == [0] and net.shapes[name] == shape and net.moving[name] == net.moving[out]:
         return name if shape[axis] == 1 else unmerged[name][0] if name in unmerged else None
-    if op in _REGROUPING and data == [0]:
+    if op in REGROUP and data == [0]:
         source = unmerged[name][0] if name in unmerged else name
         return _regrouped(net, node, source, axis) if source != name or shape[axis] > 1 else None
     if not any(node.input[k] in unmerged for k in data) or shape[axis] == 1:

@@ -359,7 +359,7 @@ class Labelled:
 
     def _sums_products(self, node: NodeProto) -> bool:
         """Whether `node` sums what a `Mul` makes, such as squares."""
-        made = self.net.makers().get(node.input[0])
+        made = self.study.makers.get(node.input[0])
         return node.op_type == "ReduceSum" and made is not None and made.op_type == "Mul"
 
     def _is_one_for_all(self, joined: Labels, own: Labels) -> bool:

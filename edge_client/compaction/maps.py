@@ -18,7 +18,7 @@ from onnx import NodeProto
 from edge_client.compaction.layouts import extended
 from edge_client.compaction.net import Net
 from edge_client.compaction.operators import Array
-from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, some
+from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, narrowed, some
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
 from edge_client.graph.nodes import settings
@@ -180,11 +180,7 @@ def _spread(mask: Bools, shape: tuple[int, ...], apart: tuple[bool, ...]) -> Boo
 def _gathered(mask: Bools, shape: tuple[int, ...], apart: tuple[bool, ...]) -> Bools:
     """Of an input of `shape`, what the marked elements of the output depend on."""
     axes = tuple(a for a, free in enumerate(apart) if not free)
-    mask = some(mask, axes, keepdims=True) if axes else mask
-    lead = mask.ndim - len(shape)
-    mask = some(mask, tuple(range(lead))) if lead else mask
-    once = tuple(a for a, n in enumerate(shape) if n == 1 and mask.shape[a] > 1)
-    return np.broadcast_to(some(mask, once, keepdims=True) if once else mask, shape)
+    return np.broadcast_to(narrowed(some(mask, axes, keepdims=True) if axes else mask, shape), shape)
 
 
 def _nonzero(s: Study, name: str) -> Bools:

@@ -14,7 +14,7 @@ from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.operators import Array
-from edge_client.compaction.pieces import Ids, Lists, Ragged, by_axis, grid
+from edge_client.compaction.pieces import Ids, Lists, Ragged, apart, by_axis, grid
 from edge_client.compaction.reshapes import REGROUP, regroup
 from edge_client.compaction.study import Labels, Rule, Study, mixed
 from edge_client.compaction.writer import Writer
@@ -176,13 +176,6 @@ def _pick_ragged(w: Writer, node: NodeProto, from_: Lists) -> None:
         made = w.picked(made, axis, given, shape[axis])
         ids, shape = _carried(np.take(ids, given, axis), shape, axis, np.arange(len(given)), len(given))
     w.put(out, made, ids)
-
-
-def apart(ids: Ids, shape: Shape, axis: int) -> bool:
-    """Whether every entry of `axis` is there, each element of meaning at its own."""
-    own = np.unravel_index(np.maximum(ids, 0), shape)[axis]
-    here = np.arange(ids.shape[axis]).reshape(-1, *(1,) * (ids.ndim - 1 - axis))
-    return ids.shape[axis] == shape[axis] and bool((own == here)[ids >= 0].all())
 
 
 def _carried(ids: Ids, shape: Shape, axis: int, at: Ids, size: int) -> tuple[Ids, Shape]:

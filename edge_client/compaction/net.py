@@ -47,7 +47,6 @@ class Net:
     """The sizes that depend on the number of samples."""
     repeated: set[str] = field(default_factory=set)
     """The sizes that consist of one equal block for each sample along one axis."""
-    _makers: tuple[int, int, dict[str, NodeProto]] | None = None
 
     def add_constant(self, name: str, value: Array, of: str = "") -> str:
         """Enter a constant; `of` is the one that it is made of, empty for none. Returns `name`."""
@@ -84,37 +83,6 @@ class Net:
             return ""
         weights = [v for v in node.input[:2] if v in self.constants and self.constants[v].ndim > 1]
         return self.origins.get(weights[0], "") if weights else ""
-
-    def makers(self) -> dict[str, NodeProto]:
-        """The node that makes each value."""
-        if self._makers is None or self._makers[:2] != (id(self.nodes), len(self.nodes)):
-            self._makers = id(self.nodes), len(self.nodes), {o: n for n in self.nodes for o in n.output if o}
-        return self._makers[2]
-
-    def maker(self, name: str) -> str:
-        """The weight of the last layer that `name` comes from, or `name` itself."""
-        makers = self.makers()
-        at = name
-        while at in makers:
-            if found := self.layer(makers[at]):
-                return found
-            data = self.data(makers[at])
-            if not data:
-                break
-            at = makers[at].input[data[-1]]
-        return name
-
-    def above(self, name: str) -> set[str]:
-        """`name` and the values it is made of, up to the layers that make their channels."""
-        makers = self.makers()
-        found, pending = {name}, [name]
-        while pending:
-            node = makers.get(pending.pop())
-            if node is not None and not self.layer(node):
-                more = {node.input[k] for k in self.data(node)} - found
-                found |= more
-                pending += more
-        return found
 
     def data_nodes(self) -> list[NodeProto]:
         """The nodes that compute with data, in order: all but those of sizes."""

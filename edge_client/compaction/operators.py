@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, helper
 
 from edge_client.errors import CompactionError, ConfigError
 from edge_client.runtimes.onnx import open_onnx
@@ -149,6 +149,3 @@ def _places(
     """Where a tap meets a padded value [channels, *], for outputs of `size`."""
     spatial = zip(tap, dilations, size, strides, strict=True)
     return (slice(None), *(slice(i * d, i * d + (m - 1) * t + 1, t) for i, d, m, t in spatial))
-
-
-FLOAT = TensorProto.FLOAT

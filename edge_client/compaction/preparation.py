@@ -20,7 +20,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from edge_client.compaction.net import Net, Shape, build, drop_unused, inner_reads, subgraphs
 from edge_client.compaction.operators import Array, Operators
 from edge_client.errors import CompactionError
-from edge_client.graph.nodes import settings
+from edge_client.graph.nodes import MOVES, set_attribute, settings
 from edge_client.runtimes.onnx import open_onnx
 
 _LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0}
@@ -121,14 +121,9 @@ def _fold_constants(net: Net, stay: Collection[str] = ()) -> None:
     net.nodes = kept
 
 
-_MOVES = frozenset(
-    {"Concat", "Expand", "Flatten", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
-)
-
-
 def _follow(net: Net, node: NodeProto, outs: Sequence[str]) -> None:
     """Follow element numbers through `node`, if it only moves constants; keep a node that computes with such."""
-    if node.op_type not in _MOVES or node.input[0] not in net.ids:
+    if node.op_type not in {*MOVES, "Concat"} or node.input[0] not in net.ids:
         if any(v in net.ids or v in net.computed for v in node.input):
             net.computed.update(dict.fromkeys(outs, node))
         return
@@ -201,9 +196,7 @@ def _plain_forms(net: Net) -> None:
             axes = net.constants.get(node.input[1]) if len(node.input) > 1 else given.get("axes")
             if axes is not None and np.size(axes):
                 tail = np.asarray(axes, np.int64).reshape(-1)
-                kept = [a for a in node.attribute if a.name != "keepdims"]
-                del node.attribute[:]
-                node.attribute.extend([*kept, helper.make_attribute("keepdims", 1)])
+                set_attribute(node, "keepdims", 1)
         elif node.op_type == "Gather" and node.input[0] not in net.constants:
             index = net.constants.get(node.input[1])
             if index is not None and index.ndim == 0:

@@ -15,7 +15,7 @@ from edge_client.compaction.convolutions import biased
 from edge_client.compaction.layouts import preferred, worth
 from edge_client.compaction.moves import is_move, sources
 from edge_client.compaction.pieces import Ids, by_axis
-from edge_client.compaction.study import Bools, Facts, Rule, Study, mixed, some
+from edge_client.compaction.study import Bools, Facts, Rule, Study, mixed, narrowed, some
 from edge_client.compaction.writer import Writer
 from edge_client.graph.nodes import settings
 
@@ -90,7 +90,7 @@ def _second(s: Study, node: NodeProto) -> Facts:
 
 def _averages(s: Study, name: str) -> bool:
     """Whether every row of a value sums to one: it is a row of a softmax, perhaps moved."""
-    chain, makers = list[NodeProto](), s.net.makers()
+    chain, makers = list[NodeProto](), s.makers
     while name in makers and makers[name].op_type != "Softmax":
         chain.append(makers[name])
         if not is_move(s.net, chain[-1]) or s.net.data(chain[-1]) != [0]:
@@ -142,21 +142,13 @@ def _product_backward(s: Study, node: NodeProto) -> None:
     a, b = _factor(s, first, False), _second(s, node)
     some = [x.varies | (x.value != 0) for x in (a, b)]
     read = _any(live, some[1].swapaxes(-1, -2))
-    s.mark(first, _reduced(read, s.shape(first)))
+    s.mark(first, narrowed(read, s.shape(first)))
     back = _any(some[0].swapaxes(-1, -2), live)
     shape = s.shape(second)
-    s.mark(second, _reduced(back, shape[::-1] if transposed else shape).T if transposed else _reduced(back, shape))
+    s.mark(second, narrowed(back, shape[::-1] if transposed else shape).T if transposed else narrowed(back, shape))
     if first in s.read and second in s.read:
         s.need(first, s.read[first] & (a[0] != 0))
         s.need(second, s.read[second] & ((b[0].T if transposed else b[0]) != 0))
-
-
-def _reduced(mask: Bools, shape: tuple[int, ...]) -> Bools:
-    """A mask over the axes that broadcasting added or widened."""
-    lead = mask.ndim - len(shape)
-    mask = some(mask, tuple(range(lead))) if lead else mask
-    once = tuple(k for k, n in enumerate(shape) if n == 1 and mask.shape[k] > 1)
-    return some(mask, once, keepdims=True) if once else mask
 
 
 def rewrite_product(w: Writer, node: NodeProto) -> None:

@@ -10,9 +10,8 @@ import numpy as np
 from onnx import NodeProto
 
 from edge_client.compaction.layouts import worth
-from edge_client.compaction.moves import apart
 from edge_client.compaction.operators import F64
-from edge_client.compaction.pieces import Ids, Ragged, by_axis
+from edge_client.compaction.pieces import Ids, Ragged, apart, by_axis
 from edge_client.compaction.recurrent_units import Direction, Whole, fewest, filled, spanned
 from edge_client.compaction.study import Bools, Rule, Study, some
 from edge_client.compaction.writer import Writer
@@ -211,7 +210,7 @@ def _start(w: Writer, name: str, units: list[Ids]) -> str:
         parts = [_start_of(w, name, way, own) for way, own in enumerate(units)]
         return w.emit("Concat", parts, axis=0) if len(parts) > 1 else parts[0]
     held = np.stack([value[way][:, np.maximum(own, 0)] * (own >= 0) for way, own in enumerate(units)])
-    return w._batched(name, held) if held.any() else ""
+    return w.batched(name, held) if held.any() else ""
 
 
 def _start_of(w: Writer, name: str, way: int, own: Ids) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from onnx import NodeProto
 
 from edge_client.compaction.net import Shape
-from edge_client.compaction.pieces import Ids, Piece, by_axis, grid
+from edge_client.compaction.pieces import Ids, Piece, apart, by_axis, grid
 from edge_client.compaction.study import Bools, some
 from edge_client.compaction.writer import Writer
 
@@ -61,7 +61,7 @@ def regroup(w: Writer, node: NodeProto) -> None:
         piece = Piece(w.adapted(name, lists), grid(before, lists))
     for lengths in _lengths(before, after, piece.ids.shape):
         ids = piece.ids.reshape(lengths)
-        if aligned(ids, after, lengths) and (not w.levels.get(out) or by_axis(ids, after) is not None):
+        if _aligned(ids, after) and (not w.levels.get(out) or by_axis(ids, after) is not None):
             if by_axis(ids, after) is None:
                 w.split.add(out)
                 _note(w, node, dict(enumerate(by_axis(piece.ids, before) or [])))
@@ -76,7 +76,7 @@ def regroup(w: Writer, node: NodeProto) -> None:
     ids = grid(before, due)
     for lengths in _lengths(before, after, ids.shape):
         moved = ids.reshape(lengths)
-        if aligned(moved, after, lengths):
+        if _aligned(moved, after):
             w.put(out, w.reshaped(given, lengths, out, name), moved)
             return
     whole = [np.arange(n) for n in before]
@@ -119,17 +119,9 @@ def _lengths(before: Shape, after: Shape, cut: Shape) -> list[list[int]]:
     return shapes
 
 
-def aligned(ids: Ids, shape: Shape, lengths: list[int]) -> bool:
-    """Whether along every axis of full length each element of meaning lies at its own entry."""
-    valid = ids >= 0
-    places = np.unravel_index(np.where(valid, ids, 0), shape)
-    for axis, place in enumerate(places):
-        own = np.arange(lengths[axis]).reshape(-1, *(1,) * (len(shape) - 1 - axis))
-        if lengths[axis] == shape[axis] and not np.array_equal(np.where(valid, place, 0), np.where(valid, own, 0)):
-            if not ((place != own) & valid).any():
-                continue
-            return False
-    return True
+def _aligned(ids: Ids, shape: Shape) -> bool:
+    """Whether along every axis that is whole each element of meaning lies at its own entry."""
+    return all(apart(ids, shape, axis) for axis in range(len(shape)) if ids.shape[axis] == shape[axis])
 
 
 def slots(w: Writer, node: NodeProto) -> dict[int, Ids]:

@@ -104,7 +104,7 @@ def written(found: Study, costs: Costs = FEWEST) -> Writer:
         except Exception as error:
             freer = set()
             if isinstance(error, Ragged):
-                above = found.net.above(error.value) & writer.split
+                above = found.above(error.value) & writer.split
                 freer = {v for v in above or writer.split if levels.get(v, 0) < 2}
             for value in freer:
                 levels[value] = levels.get(value, 0) + 1
@@ -119,17 +119,17 @@ def _kept(found: Study, node: NodeProto | None, error: Exception) -> dict[str, s
     net = found.net
     reads = [] if node is None else [node.input[k] for k in net.data(node)]
     values = {error.value} if isinstance(error, Ragged) else {*reads, *([] if node is None else node.output)}
-    values = set().union(*(net.above(v) for v in values if v)) - found.whole.keys()
+    values = set().union(*(found.above(v) for v in values if v)) - found.whole.keys()
     values = {v for v in values if v in found.varies and found.varies[v].any()}
     if node is None or not values:
         if not isinstance(error, Ragged):
             raise error
         raise CompactionError(
-            f"{net.maker(error.value)}: what reads its channels cannot take those that the mask leaves ({error}); "
+            f"{found.maker(error.value)}: what reads its channels cannot take those that the mask leaves ({error}); "
             f"{REPORT}"
         ) from None
     why = str(error) if isinstance(error, MaskfleetError) else f"{type(error).__name__}: {error}"
-    makers = list(dict.fromkeys(net.maker(v) for v in reads))
+    makers = list(dict.fromkeys(found.maker(v) for v in reads))
     return dict.fromkeys(values, f"{', '.join(makers)}: {node.op_type} cannot be written on fewer channels ({why})")
 
 

@@ -63,6 +63,35 @@ class Study:
         """The nodes that read each value."""
         return self.net.users()
 
+    @cached_property
+    def makers(self) -> dict[str, NodeProto]:
+        """The node that makes each value."""
+        return {o: n for n in self.net.nodes for o in n.output if o}
+
+    def maker(self, name: str) -> str:
+        """The weight of the last layer that `name` comes from, or `name` itself."""
+        at = name
+        while at in self.makers:
+            node = self.makers[at]
+            if found := self.net.layer(node):
+                return found
+            data = self.net.data(node)
+            if not data:
+                break
+            at = node.input[data[-1]]
+        return name
+
+    def above(self, name: str) -> set[str]:
+        """`name` and the values it is made of, up to the layers that make their channels."""
+        found, pending = {name}, [name]
+        while pending:
+            node = self.makers.get(pending.pop())
+            if node is not None and not self.net.layer(node):
+                more = {node.input[k] for k in self.net.data(node)} - found
+                found |= more
+                pending += more
+        return found
+
     def shape(self, name: str) -> Shape:
         """The shape for one sample."""
         return self.net.shapes[name]
@@ -158,6 +187,14 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule], whole: Mapping[str
 def some(mask: Bools, axis: int | tuple[int, ...], keepdims: bool = False) -> Bools:
     """Whether any element along the axes is marked, always an array."""
     return np.asarray(mask.any(axis=axis, keepdims=keepdims))
+
+
+def narrowed(mask: Bools, shape: Shape) -> Bools:
+    """A mask of what a value of `shape` was broadcast to, over the axes that this added or widened."""
+    lead = mask.ndim - len(shape)
+    mask = some(mask, tuple(range(lead))) if lead else mask
+    once = tuple(k for k, n in enumerate(shape) if n == 1 and mask.shape[k] > 1)
+    return some(mask, once, keepdims=True) if once else mask
 
 
 def thin(values: NDArray[_Any]) -> NDArray[_Any]:

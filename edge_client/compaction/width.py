@@ -181,7 +181,7 @@ def forced(s: Study, multiple: Callable[[Stream, int], int], joined: bool) -> di
             continue
         more = {name: np.zeros_like(kept) for name, kept in live.items()}
         for value in dict.fromkeys(n.input[0] for n in stream.readers):
-            above = s.net.above(value)
+            above = s.above(value)
             makers = [name for name in live if name in above]
             if len(makers) == 1:  # a sum of several is filled up with zeros, see `writer.Costs`
                 own = live[makers[0]]

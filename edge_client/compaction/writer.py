@@ -100,7 +100,7 @@ class Writer:
     def stays(self, value: str, line: str) -> None:
         """A line of what stays: the layer that `value` comes from, the operator at hand, and `line`."""
         assert self.node is not None
-        maker = self.net.maker(value)
+        maker = self.study.maker(value)
         self._explained.add((self.node.output[0], maker))
         line = f"{maker}: {self.node.op_type} {line}"
         if line not in self.stopped:
@@ -113,7 +113,7 @@ class Writer:
         """
         if self.node is None or POINTWISE.fullmatch(self.node.op_type) or self.node.op_type in ("Concat", "Pad"):
             return
-        explained = (self.node.output[0], self.net.maker(value)) in self._explained
+        explained = (self.node.output[0], self.study.maker(value)) in self._explained
         if count and not explained and self.study.channels(value)[axis]:
             self.stays(value, f"reads dead channels ({count} of {self.study.shape(value)[axis]})")
 
@@ -193,7 +193,7 @@ class Writer:
 
     def _size(self, name: str) -> str:
         """A size that the batch enters: of whole values, whose pieces here may be smaller."""
-        node = self.net.makers()[name]
+        node = self.study.makers[name]
         if node.op_type in ("Shape", "Size") and node.input[0] not in self.net.sizes:
             return self._extent(node)
         made = self.emit_many(node.op_type, [self.whole(v) for v in node.input], len(node.output), **settings(node))
@@ -256,7 +256,7 @@ class Writer:
         flat = self.study.facts(value).value.reshape(-1)
         if value not in self.pieces:
             held = np.where(wanted >= 0, flat[np.maximum(wanted, 0)], 0).astype(flat.dtype)
-            return self._batched(value, held) if batch else self.constant(held)
+            return self.batched(value, held) if batch else self.constant(held)
         piece = self.pieces[value]
         if np.array_equal(piece.ids, wanted):
             return piece.name
@@ -336,7 +336,7 @@ class Writer:
             name = self.emit("Gather", [name, self.constant(inverse.astype(np.int64))], axis=axis)
         return name
 
-    def _batched(self, value: str, held: Array) -> str:
+    def batched(self, value: str, held: Array) -> str:
         """The constant `held` for every sample of the batch."""
         moving = self.net.moving[value]
         if not any(moving):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, helper
 
 from edge_client.graph.axes import Names, axes_of
-from edge_client.graph.nodes import GATES, settings
+from edge_client.graph.nodes import GATES, MOVES, set_attribute, settings
 from edge_client.narrow import Axes
 from edge_client.training.cut_graph import UNLIKE, Cut, equal, refusal
 
@@ -90,14 +90,8 @@ def _conv(g: Cut, node: NodeProto) -> list[Axes]:
     made = np.repeat(parts[:, 0], g.shape(node.output[0])[1] // groups)
     if len(node.input) > 2:
         g.fit(node, 2, (made,))
-    _set(node, "group", int(parts[:, 0].sum()))
+    set_attribute(node, "group", int(parts[:, 0].sum()))
     return [(None, made, *x[2:])]
-
-
-def _set(node: NodeProto, name: str, value: int) -> None:
-    kept = [a for a in node.attribute if a.name != name]
-    del node.attribute[:]
-    node.attribute.extend([*kept, helper.make_attribute(name, value)])
 
 
 def _reshape(g: Cut, node: NodeProto) -> list[Axes]:
@@ -247,7 +241,7 @@ def _recurrent(g: Cut, node: NodeProto) -> list[Axes]:
         elif name and not equal(g.stays(name), axes):
             raise refusal(node, UNLIKE)
     if unit is not None:
-        _set(node, "hidden_size", int(unit.sum()))
+        set_attribute(node, "hidden_size", int(unit.sum()))
     return [(None, None, None, unit), start, start][: len(node.output)]
 
 
@@ -297,10 +291,6 @@ RULES: dict[str, Callable[[Cut, NodeProto], list[Axes]]] = {
 }
 
 
-_MOVES = frozenset({"Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators that move a parameter's entries: what they make is zero in what it lost, too."""
-
-
 def follow(g: Cut, graph: GraphProto) -> None:
     """Write the nodes of `graph` on what stays, in place."""
     outside = g.source, g.nodes, g.done
@@ -314,7 +304,7 @@ def follow(g: Cut, graph: GraphProto) -> None:
             left = RULES.get(node.op_type, named)(g, node)
             for name, axes in zip(list(node.output), left, strict=True):
                 g.put(name, axes)
-            if node.op_type in _MOVES and node.input[0] in g.parameters:
+            if node.op_type in MOVES and node.input[0] in g.parameters:  # what it makes is zero in what it lost, too
                 g.parameters.update(node.output)
         g.nodes.append(node)
     del graph.node[:], graph.value_info[:]
