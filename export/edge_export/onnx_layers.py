@@ -125,8 +125,7 @@ def _avg_pool(w: Writer, a: Any, out: Any) -> str:
 
 
 def _batch_norm_eval(w: Writer, a: Any, out: Any) -> list[str | None]:
-    x = w.meta(getattr(a, "input", None) if hasattr(a, "input") else a.self)
-    channels = int(x.shape[1])
+    channels = int(w.meta(a.input).shape[1])
     if getattr(a, "training", False):
         raise w.refuse("takes the statistics of the batch; use batch-norm with running statistics")
 

@@ -19,11 +19,11 @@ def axis_of(axis: int, rank: int) -> int:
 
 
 def _same(w: Writer, a: Any, out: Any) -> str:
-    return w.op("Identity", w.tensor(getattr(a, "self", None) if hasattr(a, "self") else a.a))
+    return w.op("Identity", w.tensor(a.self))
 
 
 def _to(w: Writer, a: Any, out: Any) -> str:
-    return w.op("Identity", w.tensor(getattr(a, "self", None) if hasattr(a, "self") else a.a, out.dtype))
+    return w.op("Identity", w.tensor(a.self if hasattr(a, "self") else a.a, out.dtype))
 
 
 def _view(w: Writer, a: Any, out: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper, numpy_helper, shape_inference
 
+from edge_client.graph.nodes import set_attribute, settings
 from edge_export.recurrence_onnx import to_scans
 
 # Names of a graph's inputs and outputs beside the module's tensors, and of the values in between that `_canonical` and
@@ -51,12 +52,8 @@ def _set(field: Any, values: Iterable[Any]) -> None:
     field.extend(kept)
 
 
-def _attributes(node: NodeProto) -> dict[str, object]:
-    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
-
-
-def _set_attributes(node: NodeProto, settings: dict[str, object]) -> None:
-    _set(node.attribute, [helper.make_attribute(k, v) for k, v in sorted(settings.items())])
+def _set_attributes(node: NodeProto, given: dict[str, Any]) -> None:
+    _set(node.attribute, [helper.make_attribute(k, v) for k, v in sorted(given.items())])
 
 
 def _constants_to_initializers(graph: GraphProto) -> None:
@@ -103,8 +100,8 @@ def _fold_common(graph: GraphProto) -> int:
     seen: dict[tuple[object, ...], NodeProto] = {}
     for node in graph.node:
         reads = tuple(same.get(name, name) for name in node.input)
-        settings = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
-        first_node = seen.setdefault((node.op_type, reads, *settings), node)
+        fields = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
+        first_node = seen.setdefault((node.op_type, reads, *fields), node)
         if first_node is not node and not outputs & set(node.output) and len(node.output) == len(first_node.output):
             same |= dict(zip(node.output, first_node.output, strict=True))
     _set(graph.node, [n for n in graph.node if n.output[0] not in same])
@@ -128,20 +125,20 @@ def _fold_transposes(graph: GraphProto, ranks: dict[str, int]) -> int:
                 folded += 1
         if node.op_type != "Gemm":
             continue
-        settings = _attributes(node)
+        given = settings(node)
         for side, name in enumerate(("transA", "transB")):
             made = makers.get(node.input[side])
             if made is not None and made.op_type == "Transpose" and _swaps(made):
                 node.input[side] = made.input[0]
-                settings[name] = 1 - int(str(settings.get(name, 0)))
+                given[name] = 1 - given.get(name, 0)
                 folded += 1
         plain = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
-        _set_attributes(node, {k: v for k, v in settings.items() if v != plain[k]})
+        _set_attributes(node, {k: v for k, v in given.items() if v != plain[k]})
     return folded
 
 
 def _swaps(node: NodeProto) -> bool:
-    return _attributes(node).get("perm") == [1, 0]
+    return settings(node).get("perm") == [1, 0]
 
 
 def _fold_keepdims(graph: GraphProto, ranks: dict[str, int]) -> int:
@@ -157,15 +154,14 @@ def _fold_keepdims(graph: GraphProto, ranks: dict[str, int]) -> int:
         made = makers.get(node.input[0]) if node.op_type in ("Reshape", "Squeeze") else None
         if made is None or made.op_type not in ("ReduceSum", "ReduceMean") or readers[made.output[0]] != 1:
             continue
-        settings = _attributes(made)
+        given = settings(made)
         axes = constants.get(made.input[1]) if len(made.input) > 1 else None
         rank = ranks.get(made.input[0])
-        if settings.get("keepdims", 1) != 1 or axes is None or rank is None or ranks.get(node.output[0]) is None:
+        if given.get("keepdims", 1) != 1 or axes is None or rank is None or ranks.get(node.output[0]) is None:
             continue
         # One axis left: any reshape to one dimension is that axis.
         if rank - numpy_helper.to_array(axes).size == 1 == ranks[node.output[0]]:
-            settings["keepdims"] = 0
-            _set_attributes(made, settings)
+            set_attribute(made, "keepdims", 0)
             made.output[0] = node.output[0]
             node.op_type = "Dead"
             folded += 1

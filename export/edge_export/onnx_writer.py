@@ -113,8 +113,6 @@ class Writer:
             name = self.op("Squeeze", self.size(value), self.ints([0]))
             kind = torch.int64 if isinstance(value, torch.SymInt) else torch.float32
             return self.cast(name, kind, dtype)
-        if isinstance(value, Tensor):
-            return self.constant(value, dtype)
         return self.constant(value, dtype)
 
     def cast(self, name: str, have: torch.dtype, want: torch.dtype | None) -> str:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from edge_client.errors import ModelError
-from edge_export import recurrence
+from edge_export import recurrence, whole_layers
 from edge_export.batch_norm import instance_normalised
 
 Table = Mapping[Any, Callable[..., Any]]
@@ -101,8 +101,6 @@ def training_table() -> dict[Any, Callable[..., Any]]:
 
 def evaluation_table() -> dict[Any, Callable[..., Any]]:
     """The forms of an evaluation graph: layers stay whole where ONNX has them."""
-    from edge_export import whole_layers
-
     return {**shared_table(), functional.instance_norm: instance_norm, **whole_layers.table()}
 
 
@@ -214,45 +212,48 @@ def interpolate(
     antialias: bool = False,
 ) -> Tensor:
     """`functional.interpolate`: each axis is a linear map, which PyTorch's own function on one-hot lines gives."""
-    dims = x.ndim - 2
-    sizes = [int(n) for n in x.shape[2:]]
     if antialias:
         raise ModelError("interpolate with antialias=True is not exported; use antialias=False")
 
-    def per_axis(value: Any, k: int) -> Any:
+    def of(value: Any, k: int) -> Any:
         return value[k] if isinstance(value, list | tuple) else value
 
-    def made(n: int, k: int) -> Tensor:
-        """The map of axis k as a matrix [m, n]."""
-        with _plain():
-            eye = torch.eye(n, dtype=torch.float32).unsqueeze(1)  # [n, 1, n]
-            one = {"bilinear": "linear", "trilinear": "linear"}.get(mode, mode)
-            wanted, factor = per_axis(size, k), per_axis(scale_factor, k)
-            if one in ("bicubic",):
-                lines = functional.interpolate(
-                    eye.unsqueeze(2).expand(n, 1, 1, n), None if wanted is None else (1, wanted),
-                    None if factor is None else (1.0, factor), one, align_corners, recompute_scale_factor,
-                ).squeeze(2)  # fmt: skip
-            else:
-                corners = None if one in ("nearest", "nearest-exact", "area") else align_corners
-                lines = functional.interpolate(eye, wanted, factor, one, corners, recompute_scale_factor)
-            return lines.squeeze(1).t().contiguous()
-
-    maps = [made(n, k) for k, n in enumerate(sizes)]
+    sizes = [int(n) for n in x.shape[2:]]
     with _plain():
+        maps = [
+            _resized(n, of(size, k), of(scale_factor, k), mode, align_corners, recompute_scale_factor)
+            for k, n in enumerate(sizes)
+        ]
         times = [len(m) // n for m, n in zip(maps, sizes, strict=True)]
-        repeats = mode.startswith("nearest") and all(
-            len(m) == t * n and bool((m == torch.eye(n).repeat_interleave(t, 0)).all())
-            for m, n, t in zip(maps, sizes, times, strict=True)
-        )
-    if repeats:
+        repeats = [_is_repeat(m, t) for m, t in zip(maps, times, strict=True)]
+    if mode.startswith("nearest") and all(repeats):
         return nearest(x, times)
-    for k in range(dims):
-        with _plain():
-            same = maps[k].shape[0] == maps[k].shape[1] and bool((maps[k] == torch.eye(sizes[k])).all())
-        if not same:
-            x = _along(x, k + 2, maps[k])
+    for k, matrix in enumerate(maps):
+        if times[k] != 1 or not repeats[k]:
+            x = _along(x, k + 2, matrix)
     return x
+
+
+def _resized(
+    n: int, size: Any, factor: Any, mode: str, align_corners: bool | None, recompute_scale_factor: bool | None
+) -> Tensor:
+    """What `functional.interpolate` makes of an axis of `n` entries, as a matrix [m, n]."""
+    eye = torch.eye(n, dtype=torch.float32).unsqueeze(1)  # [n, 1, n]
+    if mode == "bicubic":  # has no form of one axis
+        wide = eye.unsqueeze(2).expand(n, 1, 1, n)
+        given = None if size is None else (1, size), None if factor is None else (1.0, factor)
+        lines = functional.interpolate(wide, *given, mode, align_corners, recompute_scale_factor).squeeze(2)
+    else:
+        one = "linear" if mode in ("bilinear", "trilinear") else mode
+        corners = align_corners if one == "linear" else None
+        lines = functional.interpolate(eye, size, factor, one, corners, recompute_scale_factor)
+    return lines.squeeze(1).t().contiguous()
+
+
+def _is_repeat(matrix: Tensor, times: int) -> bool:
+    """Whether a matrix [m, n] repeats every entry so many times."""
+    n = matrix.shape[1]
+    return len(matrix) == times * n and bool((matrix == torch.eye(n).repeat_interleave(times, 0)).all())
 
 
 def _plain() -> Any:
@@ -277,9 +278,11 @@ def nearest(x: Tensor, times: Sequence[int]) -> Tensor:
     return x
 
 
-def _made_size(output_size: Any, x: Tensor, dims: int) -> list[int]:
-    given = output_size if isinstance(output_size, list | tuple) else [output_size] * dims
-    return [int(x.shape[k - dims] if m is None else m) for k, m in enumerate(given)]
+def _pool_sizes(x: Tensor, output_size: Any) -> tuple[list[int], list[int]]:
+    """Of each axis that an adaptive pool reduces: its size behind the pool, and its size now."""
+    given = output_size if isinstance(output_size, list | tuple) else [output_size] * (x.ndim - 2)
+    size = [int(n) for n in x.shape[-len(given) :]]
+    return [n if m is None else int(m) for n, m in zip(size, given, strict=True)], size
 
 
 def _windows(size: int, made: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -288,14 +291,10 @@ def _windows(size: int, made: int) -> tuple[NDArray[np.int64], NDArray[np.int64]
     return at * size // made, -((at + 1) * size // -made)
 
 
-def _dims(x: Tensor, output_size: Any, dims: int | None) -> int:
-    return dims or (len(output_size) if isinstance(output_size, list | tuple) else x.ndim - 2)
-
-
 def adaptive_avg_pool(x: Tensor, output_size: Any) -> Tensor:
     """Windows of equal size are an average pool, others a matrix product along each axis."""
-    dims = _dims(x, output_size, None)
-    made, size = _made_size(output_size, x, dims), [int(n) for n in x.shape[-dims:]]
+    made, size = _pool_sizes(x, output_size)
+    dims = len(made)
     if made == [1] * dims and dims > 1:
         return x.mean(list(range(-dims, 0)), keepdim=True)
     if not any(n % m for n, m in zip(size, made, strict=True)):
@@ -317,8 +316,8 @@ def adaptive_max_pool(x: Tensor, output_size: Any, return_indices: bool = False)
     """Windows of equal size are a max-pool; of others each is gathered and its first maximum taken."""
     if return_indices:
         raise ModelError("adaptive max-pooling with return_indices=True is not exported; use the values alone")
-    dims = _dims(x, output_size, None)
-    made, size = _made_size(output_size, x, dims), [int(n) for n in x.shape[-dims:]]
+    made, size = _pool_sizes(x, output_size)
+    dims = len(made)
     if not any(n % m for n, m in zip(size, made, strict=True)):
         kernel = [n // m for n, m in zip(size, made, strict=True)]
         pool = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}[dims]

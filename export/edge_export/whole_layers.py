@@ -1,4 +1,4 @@
-"""Layers that an evaluation graph holds whole: linear, LSTM, GRU, RNN, nearest upsampling.
+"""Layers that an evaluation graph holds whole: linear, LSTM, GRU, RNN.
 
 Tracing alone would unroll a recurrence and flatten a sequence. Each is an operator of its own here, which
 `onnx_layers` writes as ONNX's.
