@@ -292,6 +292,22 @@ class _Latents(nn.Module):
         return self.head(self.out(y.transpose(1, 2).flatten(2)).relu().mean(1))
 
 
+class _Placed(nn.Module):
+    """Heads whose queries and keys stand beside the place of their step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(3, 12), nn.Linear(3, 12), nn.Linear(3, 12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        q, k, v = (layer(x).unflatten(2, (4, 3)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        place = x.unsqueeze(1).expand(-1, 4, -1, -1)
+        w = (torch.cat([q, place], 3) @ torch.cat([k, place], 3).transpose(2, 3)).softmax(3)
+        return self.head((w @ v).transpose(1, 2).flatten(2).relu().mean(1))
+
+
 class _PaddedSteps(nn.Module):
     """A transformer that reads no step whose first value is high."""
 
@@ -516,6 +532,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_Involution, (2, 6, 6), {"reduced": 6}),
         (_Rotary, (6, 3), {"q": 3}),
         (_Latents, (6, 3), {"q": 3, "out": 8}),
+        (_Placed, (6, 3), {"q": 4}),
         (_PaddedSteps, (6, 3), {"encoder.layers.0.self_attn": 4, "encoder.layers.0.linear1": 16}),
     ],
 )

@@ -43,16 +43,17 @@ class Atoms:
         self._starts = np.array([*self.elements.values(), size])
         self._names = list(self.elements)
 
-    def join(self, a: Labels, b: Labels) -> None:
-        """Join atoms pair by pair; others than atoms are passed over."""
+    def join(self, a: Labels, b: Labels) -> bool:
+        """Join atoms pair by pair; others than atoms are passed over. Whether any were apart."""
         a, b = np.broadcast_arrays(a, b)
-        both = (a >= 0) & (b >= 0)
+        both, joined = (a >= 0) & (b >= 0), False
         a, b = a[both], b[both]
-        while a.size:
+        while True:
             x, y = self.root[a], self.root[b]
             apart = x != y
             if not apart.any():
-                return
+                return joined
+            joined = True
             np.minimum.at(self.root, np.maximum(x, y)[apart], np.minimum(x, y)[apart])
             while not np.array_equal(self.root, self.root[self.root]):
                 self.root = self.root[self.root]

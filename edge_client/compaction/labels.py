@@ -94,13 +94,7 @@ class Labelled:
         kinds = [len(np.unique(np.moveaxis(roots, a, 0).reshape(roots.shape[a], -1), axis=0)) for a in axes]
         kept = axes[int(np.argmax(kinds))]
         others = tuple(a for a in range(roots.ndim) if a != kept)
-        least = np.where(roots >= 0, roots, np.iinfo(np.int64).max).min(axis=others, keepdims=True)
-        if (roots == NONE).any():
-            mixed = np.broadcast_to((roots == NONE).any(axis=others, keepdims=True), roots.shape)
-            self.atoms.fix(labels[mixed], "an operator joins them with entries that must stay")
-        before = self.atoms.root.copy()
-        self.atoms.join(labels, np.where(least == np.iinfo(np.int64).max, NONE, least))
-        return not np.array_equal(before, self.atoms.root)
+        return self.atoms.join(roots, roots.max(axis=others, keepdims=True))
 
     def _axes(self, labels: Labels) -> list[int]:
         """The axes along which labels differ."""
@@ -108,17 +102,12 @@ class Labelled:
         return [a for a in range(roots.ndim) if _differ(roots, a)]
 
     def _join_lines(self, labels: Labels, axis: int) -> bool:
-        """Join the labels of each line along `axis`, such as a group of a group norm; False if that leaves one channel.
-
-        A line with an entry that must stay is fixed.
-        """
+        """Join the labels of each line along `axis`, as a group norm does; False if that leaves one channel."""
         roots = self.atoms.roots(labels)
         line = roots.max(axis=axis, keepdims=True)
         if not any(_differ(line, a) for a in range(line.ndim)):
             return False
-        loose = np.broadcast_to((roots == NONE).any(axis=axis, keepdims=True), labels.shape)
-        self.atoms.fix(labels[loose], "an operator joins them with entries that must stay")
-        self.atoms.join(labels, line)
+        self.atoms.join(roots, line)
         return True
 
     def _lines(self, labels: Labels, axis: int, node: NodeProto) -> Labels:
@@ -161,7 +150,7 @@ class Labelled:
         """A layer reads `labels` by the columns of its weight: what has none fixes the other."""
         labels, columns = np.broadcast_arrays(labels, columns)
         self.atoms.fix(columns[labels == NONE], "what they read must stay, such as the model's inputs")
-        self.atoms.fix(labels[columns == NONE], "a layer reads them by a weight that is computed")
+        self.atoms.fix(labels[columns == NONE], "a layer reads them by a weight that no parameter holds")
         self.atoms.join(labels, columns)
 
     def _convolution(self, node: NodeProto) -> None:
@@ -184,9 +173,8 @@ class Labelled:
             rows = np.broadcast_to(rows, outs)
             both = np.concatenate([x.reshape(groups, -1), rows.reshape(groups, -1)], axis=1)
             loose = (both == NONE).any(axis=1)
-            atoms.fix(both[loose], self._why(node))
-            first = both.max(axis=1, keepdims=True)
-            atoms.join(both, np.broadcast_to(first, both.shape))
+            atoms.fix(both[loose], f"{node.op_type} joins them with entries that must stay")
+            atoms.join(both, both.max(axis=1, keepdims=True))
             rows = np.where(np.repeat(loose, outs // groups), NONE, rows)
         if len(node.input) > 2 and node.input[2]:
             atoms.join(rows, self._along(node.input[2], 0, "shifts"))
@@ -228,12 +216,10 @@ class Labelled:
         one = []
         for labels in (a, b):
             flat = np.broadcast_to(labels, (*shape, *labels.shape[-2:])).reshape(*shape, -1)
-            loose = (flat == NONE).any(axis=-1)
-            self.atoms.fix(flat[loose], self._why(node))
             one.append(flat.max(axis=-1))
-            self.atoms.join(flat, np.broadcast_to(one[-1][..., None], flat.shape))
-        self.atoms.join(one[0], one[1])
-        return np.asarray(np.where(one[0] >= 0, one[0], one[1])[..., None, None])
+            self.atoms.join(flat, one[-1][..., None])
+        self.atoms.join(*one)
+        return np.asarray(np.where(one[0] >= 0, *one)[..., None, None])
 
     def _matrices(self, node: NodeProto, a: Labels, b: Labels) -> Labels:
         """Labels of a product of two values: what is summed leaves both, and rows and columns keep their labels."""
