@@ -245,32 +245,40 @@ def test_what_is_endless_at_zero_behind_a_relu_has_pytorchs_gradient_of_zero(
 
 
 class _Noisy:
-    """A witness whose rounding moves the gradient, by a hundredth, in one draw in ten."""
+    """A witness whose rounding moves the gradient `by` so much of it in one draw in ten."""
 
-    def __init__(self, moves: bool) -> None:
-        self.draws, self.moves, self.true = 0, moves, {"loss": torch.ones(()), "grad:w": torch.ones(3)}
+    def __init__(self, by: float) -> None:
+        self.draws, self.by, self.true = 0, by, {"loss": torch.ones(()), "grad:w": torch.ones(3)}
 
     def step(self, step: Step, wide: bool = False, rounding: Rounding | None = None) -> dict[str, Tensor]:
         self.draws += rounding is not None
-        flipped = rounding is not None and self.moves and self.draws == 10
-        return {"loss": self.true["loss"].double(), "grad:w": self.true["grad:w"].double() * (1.01 if flipped else 1)}
+        moved = rounding is not None and self.draws == 10
+        return {k: t.double() * (1 + self.by if moved and k == "grad:w" else 1) for k, t in self.true.items()}
 
 
 class _Off:
-    """Graphs whose gradient is off by a hundredth."""
+    """Graphs whose gradient is off `by` so much of it."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
 
     def step(self, step: Step) -> dict[str, Any]:
-        return {"loss": np.ones((), np.float32), "grad:w": np.full(3, 1.01, np.float32)}
+        return {"loss": np.ones((), np.float32), "grad:w": np.full(3, 1 + self.by, np.float32)}
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_noise_that_one_draw_in_ten_shows_excuses_an_error_and_without_it_the_graph_is_refused(moves: bool) -> None:
-    witness: Any = _Noisy(moves)
-    graphs: Any = _Off()
+@pytest.mark.parametrize(
+    ("noise", "error", "right"), [(0.01, 0.01, True), (0.0, 0.01, False), (0.9, 4.0, False), (1.0, 1000.0, True)]
+)
+def test_noise_that_one_draw_in_ten_shows_excuses_four_times_its_size_and_any_error_where_no_digit_is_left(
+    noise: float, error: float, right: bool
+) -> None:
+    witness: Any = _Noisy(noise)
+    graphs: Any = _Off(error)
     step = Step({"w": torch.ones(3)}, {}, torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))
-    if moves:
-        proof._extreme(witness, graphs, step, witness.true, "large")
+    if right:
+        proved = proof._extreme(witness, graphs, step, witness.true, "large")
         assert witness.draws == 10
+        assert ("grad:w" in proved) == (noise < 0.1)
         return
     with pytest.raises(ModelError, match="the gradient of 'w' differently"):
         proof._extreme(witness, graphs, step, witness.true, "large")

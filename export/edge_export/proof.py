@@ -16,7 +16,7 @@ Gates saturate there, and on zeros a deep network's batch-norms divide rounding 
 
 A large batch proves little of a tensor that overflows in PyTorch too, that is zero, or whose noise allows more than
 `MOST`. Where there is one, smaller large batches follow. What none of them proves, or what rounding alone decides on
-zeros, is proved finite and within its noise there, and no more.
+zeros, is proved finite there, and within its noise while that leaves a digit.
 """
 
 from __future__ import annotations
@@ -157,8 +157,11 @@ def _extreme(witness: Witness, graphs: _Graphs, step: Step, own: Values, what: s
 
 
 def _limit(noise: float) -> float:
-    """The error that a tensor of an extreme step may have where rounding moves it by `noise`."""
-    return max(LOOSE, FACTOR * noise)
+    """The error that a tensor of an extreme step may have where rounding moves it by `noise`.
+
+    From 1 on no digit is known, and draws differ by thousands: a deep norm of equal values multiplies one rounding.
+    """
+    return max(LOOSE, FACTOR * noise) if noise < 1 else np.inf
 
 
 def _nudged(values: Values, random: torch.Generator) -> Values:
