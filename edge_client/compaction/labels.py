@@ -154,31 +154,26 @@ class Labelled:
         self.atoms.join(labels, columns)
 
     def _convolution(self, node: NodeProto) -> None:
-        net, atoms, weight = self.net, self.atoms, node.input[1]
-        groups = settings(node).get("group", 1)
+        net, weight, groups = self.net, node.input[1], settings(node).get("group", 1)
         turned = node.op_type == "ConvTranspose"
-        rank = len(net.shapes[node.output[0]])
         x = self._lines(self.labels[node.input[0]], 1, node)
         if groups == 1:
             self._read(x, self._along(weight, 0 if turned else 1, "reads"))
             rows = self._along(weight, 1 if turned else 0, "makes")
         else:
-            # whole groups leave: inputs and outputs of one group are one channel
-            outs = net.shapes[node.output[0]][1]
-            own = self._along(weight, 0, "makes" if not turned else "reads")
-            rows = own if not turned else np.full(outs, NONE)
-            if turned:
-                self._read(x, own)
-                rows = np.repeat(own.reshape(groups, -1)[:, 0], outs // groups)
-            rows = np.broadcast_to(rows, outs)
-            both = np.concatenate([x.reshape(groups, -1), rows.reshape(groups, -1)], axis=1)
-            loose = (both == NONE).any(axis=1)
-            atoms.fix(both[loose], f"{node.op_type} joins them with entries that must stay")
-            atoms.join(both, both.max(axis=1, keepdims=True))
-            rows = np.where(np.repeat(loose, outs // groups), NONE, rows)
+            rows = self._groups(node, x, self._along(weight, 0, "reads" if turned else "makes"), groups)
         if len(node.input) > 2 and node.input[2]:
-            atoms.join(rows, self._along(node.input[2], 0, "shifts"))
-        self._put(node.output[0], rows.reshape(-1, *(1,) * (rank - 2)))
+            self.atoms.join(rows, self._along(node.input[2], 0, "shifts"))
+        self._put(node.output[0], rows.reshape(-1, *(1,) * (len(net.shapes[node.output[0]]) - 2)))
+
+    def _groups(self, node: NodeProto, x: Labels, own: Labels, groups: int) -> Labels:
+        """Labels of a grouped convolution's outputs: what one group reads and makes leaves together."""
+        own = np.broadcast_to(own, max(groups, len(own)))  # a weight of no parameter has one label
+        both = np.concatenate([x.reshape(groups, -1), own.reshape(groups, -1)], axis=1)
+        loose, one = (both == NONE).any(axis=1), both.max(axis=1)
+        self.atoms.fix(both[loose], f"{node.op_type} joins them with entries that must stay")
+        self.atoms.join(both, one[:, None])
+        return np.repeat(np.where(loose, NONE, one), self.net.shapes[node.output[0]][1] // groups)
 
     def _product(self, node: NodeProto) -> None:
         net, atoms = self.net, self.atoms

@@ -236,7 +236,8 @@ def _general(w: Writer, node: NodeProto, first: str, second: str) -> None:
     lead = [own if n > 1 else np.zeros(1, np.int64) for own, n in zip(target[:-2], need.shape[:-1], strict=True)]
     least = int(need.sum(axis=-1)[np.ix_(*lead)].min())  # of the matrices that are written
     if need.ndim > 1 and least < len(due) and not w.net.moving[first][-1]:
-        w.stays(first, f"sums over {len(due)} entries in every matrix; one needs {least}")
+        cut = first if first in w.pieces else second
+        w.stays(cut, f"sums over {len(due)} entries in every matrix; one needs {least}")
     made = w.emit("MatMul", [factor(first, -1), factor(second, -2)])
     gone = np.setdiff1d(np.arange(s.shape(first)[-1]), due)
     a, b = s.facts(first).value[..., gone], _second(s, node).value[..., gone, :]
