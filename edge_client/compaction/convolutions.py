@@ -16,7 +16,7 @@ from onnx import NodeProto
 from edge_client.compaction.layouts import FILL, preferred, worth
 from edge_client.compaction.operators import F64, conv, conv_transpose
 from edge_client.compaction.pieces import Ids
-from edge_client.compaction.study import Rule, Study, some
+from edge_client.compaction.study import Rule, Study, entries, some
 from edge_client.compaction.writer import Writer
 from edge_client.graph.nodes import settings
 
@@ -71,7 +71,7 @@ def _apply(s: Study, node: NodeProto, layer: _Conv, x: F64, rows: NDArray[np.boo
     for g, weight in enumerate(layer.weight):
         r = np.flatnonzero(rows[g * outs : (g + 1) * outs])
         part = x[:, g * ins : (g + 1) * ins]
-        c = np.flatnonzero(part.any(axis=(0, *range(2, x.ndim))))
+        c = np.flatnonzero(entries(part != 0, 1))
         if r.size and c.size:
             w = weight[np.ix_(r, c)]
             done = conv_transpose(part[:, c], w, given, shape[2:]) if layer.transposed else conv(part[:, c], w, given)
@@ -87,8 +87,7 @@ def _conv_forward(s: Study, node: NodeProto) -> None:
     layer = _of(s, node)
     value, varies, _ = s.facts(node.input[0])
     shape = s.shape(node.output[0])
-    spatial = (0, *range(2, varies.ndim))
-    moves = varies.any(axis=spatial).reshape(layer.groups, 1, -1)
+    moves = entries(varies, 1).reshape(layer.groups, 1, -1)
     out = (layer.linked & moves).any(axis=2).reshape(-1)
     made = _apply(s, node, layer, value, ~out) + _column(layer.bias, len(shape))
     s.store(node.output[0], made, _column(out, len(shape)), _column(np.arange(out.size), len(shape)))
@@ -96,8 +95,7 @@ def _conv_forward(s: Study, node: NodeProto) -> None:
 
 def _conv_backward(s: Study, node: NodeProto) -> None:
     layer = _of(s, node)
-    live = s.live(node.output[0])
-    rows = live.any(axis=(0, *range(2, live.ndim))).reshape(layer.groups, -1, 1)
+    rows = entries(s.live(node.output[0]), 1).reshape(layer.groups, -1, 1)
     read = (layer.linked & rows).any(axis=1).reshape(-1)
     shape = s.shape(node.input[0])
     s.mark(node.input[0], np.broadcast_to(_column(read, len(shape)), shape))
@@ -107,7 +105,7 @@ def _live_groups(s: Study, node: NodeProto, layer: _Conv) -> tuple[list[Ids], li
     """Of each group its live outputs, and the live inputs that these read."""
     name, wanted, linked = node.input[0], s.wanted(node.output[0])[1], layer.linked
     groups, outs, ins = linked.shape
-    live_in = some(s.live(name), (0, *range(2, len(s.shape(name)))))
+    live_in = entries(s.live(name), 1)
     r = [wanted[(wanted >= g * outs) & (wanted < (g + 1) * outs)] for g in range(groups)]
     c = [
         g * ins + np.flatnonzero(linked[g, own - g * outs].any(axis=0) & live_in[g * ins : (g + 1) * ins])

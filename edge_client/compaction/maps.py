@@ -18,7 +18,7 @@ from onnx import NodeProto
 from edge_client.compaction.layouts import extended
 from edge_client.compaction.net import Net
 from edge_client.compaction.operators import Array
-from edge_client.compaction.study import Bools, Labels, Rule, Study, mixed, narrowed, some
+from edge_client.compaction.study import Bools, Labels, Rule, Study, entries, mixed, narrowed, some
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
 from edge_client.graph.nodes import settings
@@ -134,7 +134,7 @@ class _Probe:
         moved = self.changed(k, axis, n // 2)
         found = []
         for at in [a for a, size in enumerate(shape) if size == n]:
-            hit = some(moved, tuple(b for b in range(len(shape)) if b != at))
+            hit = entries(moved, at)
             if hit[n // 2] and hit.sum() == 1:
                 found.append(at)
         right = axis + len(shape) - x.ndim

@@ -14,9 +14,9 @@ from onnx import NodeProto
 
 from edge_client.compaction.net import Net, Shape
 from edge_client.compaction.operators import Array
-from edge_client.compaction.pieces import Ids, Lists, Ragged, apart, by_axis, grid
+from edge_client.compaction.pieces import Ids, Lists, Ragged, by_axis, grid, whole_along
 from edge_client.compaction.reshapes import REGROUP, regroup
-from edge_client.compaction.study import Labels, Rule, Study, mixed
+from edge_client.compaction.study import Labels, Rule, Study, entries, mixed
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
 from edge_client.graph.nodes import settings
@@ -171,7 +171,7 @@ def _pick_ragged(w: Writer, node: NodeProto, from_: Lists) -> None:
     for axis, given in enumerate(from_):
         if np.array_equal(given, np.arange(shape[axis])):
             continue
-        if not apart(ids, shape, axis):
+        if not whole_along(ids, shape, axis):
             w.lists(name)  # raises
         made = w.picked(made, axis, given, shape[axis])
         ids, shape = _carried(np.take(ids, given, axis), shape, axis, np.arange(len(given)), len(given))
@@ -189,13 +189,11 @@ def _carried(ids: Ids, shape: Shape, axis: int, at: Ids, size: int) -> tuple[Ids
 def _stacked(w: Writer, node: NodeProto, axis: int) -> bool:
     """Values whose entries of `axis` are cut each in its own way, each as wide as the widest; False: not so."""
     s, out = w.study, node.output[0]
-    pieces = [w.pieces[v] for v in node.input if v in w.pieces]
-    shapes = [s.shape(v) for v in node.input]
-    if len(pieces) < len(node.input) or all(
-        by_axis(p.ids, shape) is not None for p, shape in zip(pieces, shapes, strict=True)
-    ):
+    if not all(v in w.pieces for v in node.input) or not w.net.is_plain(out):
         return False
-    if not w.net.is_plain(out) or not all(apart(p.ids, shape, axis) for p, shape in zip(pieces, shapes, strict=True)):
+    pieces, shapes = [w.pieces[v] for v in node.input], [s.shape(v) for v in node.input]
+    each = list(zip((p.ids for p in pieces), shapes, strict=True))
+    if all(by_axis(*own) is not None for own in each) or not all(whole_along(*own, axis) for own in each):
         return False
     most = np.max([p.ids.shape for p in pieces], axis=0)
     made, kept, start = [], [], 0
@@ -281,7 +279,7 @@ def _regular(w: Writer, node: NodeProto) -> None:
     read = source.reshape(-1)[w.grid(out, s.wanted(out)).reshape(-1)]
     needed[read[read >= 0]] = True
     mask = needed.reshape(s.shape(name))
-    target = [np.flatnonzero(mask.any(axis=tuple(k for k in range(mask.ndim) if k != a))) for a in range(mask.ndim)]
+    target = [np.flatnonzero(entries(mask, axis)) for axis in range(mask.ndim)]
     lists = _kept_by(w, node, target) if len(np.unique(source)) == source.size else None
     if lists is None:
         w.copy_whole(node)

@@ -64,7 +64,7 @@ def by_axis(ids: Ids, shape: Sequence[int]) -> Lists | None:
     return found if np.array_equal(made, np.where(valid, ids, -1)) else None
 
 
-def apart(ids: Ids, shape: Sequence[int], axis: int) -> bool:
+def whole_along(ids: Ids, shape: Sequence[int], axis: int) -> bool:
     """Whether every entry of `axis` is there, each element of meaning at its own."""
     own = np.unravel_index(np.maximum(ids, 0), tuple(shape))[axis]
     here = np.arange(ids.shape[axis]).reshape(-1, *(1,) * (ids.ndim - 1 - axis))

@@ -102,23 +102,27 @@ def _fold_constants(net: Net, stay: Collection[str] = ()) -> None:
             and node.output[0] not in inner  # there names stay
         ):
             same[node.output[0]] = node.input[0]
-        elif (
-            node.input
-            and all(not v or v in net.constants for v in node.input)
-            and not subgraphs(node)
-            and node.op_type not in stay
-        ):
-            made = net.operators.run(node, [net.constants[v] if v else None for v in node.input])
-            outs = [o for o in node.output if o]
-            net.constants.update(zip(outs, made, strict=True))
-            named = [net.origins[v] for v in node.input if v in net.origins and net.constants[v].dtype.kind == "f"]
-            net.origins.update(dict.fromkeys(outs, named[0]) if named else {})
-            _follow(net, node, outs)
+        elif node.op_type not in stay and _is_constant(net, node):
+            _compute(net, node)
         else:
             kept.append(node)
     if net.output in same or net.output in net.constants:
         kept.append(helper.make_node("Identity", [same.get(net.output, net.output)], [net.output]))
     net.nodes = kept
+
+
+def _is_constant(net: Net, node: NodeProto) -> bool:
+    return bool(node.input) and all(not v or v in net.constants for v in node.input) and not subgraphs(node)
+
+
+def _compute(net: Net, node: NodeProto) -> None:
+    """Enter what `node` makes of constants, and the bundle's tensor that it comes from."""
+    made = net.operators.run(node, [net.constants[v] if v else None for v in node.input])
+    outs = [o for o in node.output if o]
+    net.constants.update(zip(outs, made, strict=True))
+    named = [net.origins[v] for v in node.input if v in net.origins and net.constants[v].dtype.kind == "f"]
+    net.origins.update(dict.fromkeys(outs, named[0]) if named else {})
+    _follow(net, node, outs)
 
 
 def _follow(net: Net, node: NodeProto, outs: Sequence[str]) -> None:

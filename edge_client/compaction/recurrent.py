@@ -11,7 +11,7 @@ from onnx import NodeProto
 
 from edge_client.compaction.layouts import worth
 from edge_client.compaction.operators import F64
-from edge_client.compaction.pieces import Ids, Ragged, apart, by_axis
+from edge_client.compaction.pieces import Ids, Ragged, by_axis, whole_along
 from edge_client.compaction.recurrent_units import Direction, Whole, fewest, filled, spanned
 from edge_client.compaction.study import Bools, Rule, Study, some
 from edge_client.compaction.writer import Writer
@@ -216,7 +216,7 @@ def _start(w: Writer, name: str, units: list[Ids]) -> str:
 def _start_of(w: Writer, name: str, way: int, own: Ids) -> str:
     """The units `own` of one direction of a start that depends on the input; -1: any content."""
     shape, piece = w.study.shape(name), w.pieces[name]
-    if by_axis(piece.ids, shape) is not None or not apart(piece.ids, shape, 0):
+    if by_axis(piece.ids, shape) is not None or not whole_along(piece.ids, shape, 0):
         return w.adapted(name, [np.array([way]), np.zeros(1, np.int64), own])
     # Each direction of another layer holds units of its own.
     held = np.where(piece.ids[way, 0] >= 0, piece.ids[way, 0] % shape[2], -1)

@@ -13,8 +13,8 @@ import numpy as np
 from onnx import NodeProto
 
 from edge_client.compaction.net import Shape
-from edge_client.compaction.pieces import Ids, Piece, apart, by_axis, grid
-from edge_client.compaction.study import Bools, some
+from edge_client.compaction.pieces import Ids, Piece, by_axis, grid, whole_along
+from edge_client.compaction.study import Bools, entries, some
 from edge_client.compaction.writer import Writer
 
 REGROUP = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
@@ -54,10 +54,7 @@ def regroup(w: Writer, node: NodeProto) -> None:
     piece, live = w.pieces[name], w.study.live(out)
     if w.study.merged(out) and not np.isin(np.flatnonzero(live), piece.ids).all():  # constants that a batch repeats
         needed = live.reshape(before)
-        others = [tuple(b for b in range(len(before)) if b != a) for a in range(len(before))]
-        lists = [
-            np.union1d(own, np.flatnonzero(needed.any(axis=b))) for own, b in zip(w.lists(name), others, strict=True)
-        ]
+        lists = [np.union1d(own, np.flatnonzero(entries(needed, a))) for a, own in enumerate(w.lists(name))]
         piece = Piece(w.adapted(name, lists), grid(before, lists))
     for lengths in _lengths(before, after, piece.ids.shape):
         ids = piece.ids.reshape(lengths)
@@ -88,8 +85,7 @@ def _note(w: Writer, node: NodeProto, target: dict[int, Ids]) -> None:
     name, live = node.input[0], w.study.live(node.output[0]) | w.study.due[node.output[0]]
     split = live.reshape(w.study.shape(name))
     for axis, kept in target.items():
-        count = int(some(split, tuple(a for a in range(split.ndim) if a != axis)).sum())
-        more = len(kept) - count
+        more = len(kept) - int(entries(split, axis).sum())
         if more > 0 and w.study.channels(name)[axis]:
             reason = f", which {w.why} behind it needs" if w.levels.get(node.output[0]) else ""
             w.stays(name, f"makes parts of one width{reason}, so dead entries stay ({more} of {len(kept)})")
@@ -121,7 +117,7 @@ def _lengths(before: Shape, after: Shape, cut: Shape) -> list[list[int]]:
 
 def _aligned(ids: Ids, shape: Shape) -> bool:
     """Whether along every axis that is whole each element of meaning lies at its own entry."""
-    return all(apart(ids, shape, axis) for axis in range(len(shape)) if ids.shape[axis] == shape[axis])
+    return all(whole_along(ids, shape, axis) for axis in range(len(shape)) if ids.shape[axis] == shape[axis])
 
 
 def slots(w: Writer, node: NodeProto) -> dict[int, Ids]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 from onnx import ModelProto, NodeProto
 
 from edge_client.compaction.chains import straighten
@@ -20,7 +19,7 @@ from edge_client.compaction.operators import Array
 from edge_client.compaction.pieces import Ragged
 from edge_client.compaction.preparation import prepare
 from edge_client.compaction.rules import rewrite, rule
-from edge_client.compaction.study import Study, study
+from edge_client.compaction.study import Study, entries, study
 from edge_client.compaction.writer import FEWEST, Costs, Writer
 from edge_client.errors import CompactionError, MaskfleetError
 
@@ -140,9 +139,7 @@ def _layers(net: Net, found: Study) -> dict[str, tuple[int, int]]:
         name, weight = node.output[0], net.layer(node)
         if weight and name in found.varies:
             channels = found.channels(name)
-            live = found.live(name)
             if any(channels):
-                axis = channels.index(True)
-                others = tuple(k for k in range(live.ndim) if k != axis)
-                made.setdefault(weight, (live.shape[axis], int(np.count_nonzero(live.any(axis=others)))))
+                live = entries(found.live(name), channels.index(True))
+                made.setdefault(weight, (live.size, int(live.sum())))
     return made

@@ -147,12 +147,8 @@ class Study:
 
     def wanted(self, name: str) -> list[NDArray[np.int64]]:
         """Of each axis the entries that must stay: the channels with a live element, every entry of other axes."""
-        live = self.live(name)
-        found = []
-        for axis, free in enumerate(self.channels(name)):
-            others = tuple(k for k in range(live.ndim) if k != axis)
-            found.append(np.flatnonzero(live.any(axis=others)) if free else np.arange(live.shape[axis]))
-        return found
+        live, free = self.live(name), self.channels(name)
+        return [np.flatnonzero(entries(live, a)) if free[a] else np.arange(n) for a, n in enumerate(live.shape)]
 
 
 @dataclass(frozen=True)
@@ -187,6 +183,11 @@ def study(net: Net, rule: Callable[[Study, NodeProto], Rule], whole: Mapping[str
 def some(mask: Bools, axis: int | tuple[int, ...], keepdims: bool = False) -> Bools:
     """Whether any element along the axes is marked, always an array."""
     return np.asarray(mask.any(axis=axis, keepdims=keepdims))
+
+
+def entries(mask: Bools, axis: int) -> Bools:
+    """Which entries of an axis have a marked element, bool[n]."""
+    return some(mask, tuple(a for a in range(mask.ndim) if a != axis))
 
 
 def narrowed(mask: Bools, shape: Shape) -> Bools:

@@ -21,7 +21,7 @@ from onnx import NodeProto
 
 from edge_client.compaction import convolutions, maps, products
 from edge_client.compaction.rules import rule
-from edge_client.compaction.study import Bools, Rule, Study
+from edge_client.compaction.study import Bools, Rule, Study, entries
 from edge_client.graph.nodes import settings
 
 Forced = Mapping[str, Bools]
@@ -137,8 +137,7 @@ def is_depthwise(s: Study, node: NodeProto) -> bool:
 
 def live_channels(s: Study, name: str, axis: int) -> Bools:
     """bool[channels]: which have an element that varies and is read."""
-    live = s.live(name)
-    return np.asarray(live.any(axis=tuple(k for k in range(live.ndim) if k != axis)))
+    return entries(s.live(name), axis)
 
 
 def everywhere(s: Study, stream: Stream) -> Bools:

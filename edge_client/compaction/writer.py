@@ -260,32 +260,34 @@ class Writer:
         piece = self.pieces[value]
         if np.array_equal(piece.ids, wanted):
             return piece.name
-        name, given = piece.name, np.zeros(1, np.bool_)
+        name, put_in = piece.name, np.zeros(wanted.shape, np.bool_)
         for axis, (own, due) in enumerate(zip(self.lists(value), target, strict=True)):
             where = np.full(shape[axis] + 1, -1)
             where[own[own >= 0]] = np.flatnonzero(own >= 0)
             zero = int(np.argmax(own == -2)) if (own == -2).any() else -1
-            places = np.where(due >= 0, where[due], np.where(due == -2, zero, 0))
-            if self.net.moving[value][axis] and not np.array_equal(places, np.arange(len(own))):
+            places, length = np.where(due >= 0, where[due], np.where(due == -2, zero, 0)), len(own)
+            if self.net.moving[value][axis] and not np.array_equal(places, np.arange(length)):
                 raise Ragged(value, "the batch lies in an axis that lost channels")
             absent = places < 0
-            given = given[..., None] | absent.reshape((1,) * axis + (-1,)) if axis else absent
             if absent.any():
                 if not self.net.is_plain(value):
                     raise Ragged(value, "some of them are gone")
                 self._returned(value, axis, int(np.count_nonzero(absent & (due >= 0))))
-                name, places, length = self.padded(name, axis, len(shape), len(own), places, absent, not pooled)
-            else:
-                length = len(own)
+                name, places, length = self.padded(name, axis, len(shape), length, places, absent, not pooled)
+                put_in |= absent.reshape(-1, *(1,) * (len(shape) - 1 - axis))
             name = self.picked(name, axis, places, length)
-        if given.any():
-            lost = given & (wanted >= 0) & np.take(self.study.live(value).reshape(-1), np.maximum(wanted, 0))
-            if lost.any():
-                raise Ragged(value, "one that varies is gone")
-            fill = np.where(given & (wanted >= 0), flat[np.maximum(wanted, 0)], np.zeros(1, flat.dtype))
-            if fill.any():
-                name = self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
-        return name
+        return self._filled(value, name, np.where(put_in, wanted, -1)) if put_in.any() else name
+
+    def _filled(self, value: str, name: str, ids: Ids) -> str:
+        """`name`, which has zeros at the elements `ids` of `value`, with the constants that these are; -1: none."""
+        at = np.maximum(ids, 0)
+        if ((ids >= 0) & self.study.live(value).reshape(-1)[at]).any():
+            raise Ragged(value, "one that varies is gone")
+        flat = self.study.facts(value).value.reshape(-1)
+        fill = np.where(ids >= 0, flat[at], np.zeros(1, flat.dtype))
+        if not fill.any():
+            return name
+        return self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
 
     def padded(
         self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_], whole: bool
