@@ -14,8 +14,9 @@ from onnx import NodeProto
 from edge_client.compaction.convolutions import biased
 from edge_client.compaction.layouts import preferred, worth
 from edge_client.compaction.moves import is_move, sources
-from edge_client.compaction.pieces import Ids, by_axis
-from edge_client.compaction.study import Bools, Facts, Rule, Study, mixed, narrowed, some
+from edge_client.compaction.operators import F64
+from edge_client.compaction.pieces import Ids, Lists, by_axis
+from edge_client.compaction.study import Bools, Facts, Rule, Study, entries, mixed, narrowed, some
 from edge_client.compaction.writer import Writer
 from edge_client.graph.nodes import settings
 
@@ -167,25 +168,19 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
     """Data times a constant matrix, with a bias."""
     s, out = w.study, node.output[0]
     weight = s.net.constants[second].T if transposed else s.net.constants[second]
-    size = len(weight)
-    live = s.live(first).reshape(-1, size).any(axis=0)
+    *others, own = w.lists(first)
+    live = entries(s.live(first), len(others))
     order = preferred(w, out, int(live.sum()))
     rows = s.wanted(out)[-1] if order is None else order
     due = np.flatnonzero(live & (weight[:, rows[rows >= 0]] != 0).any(axis=1))
-    *others, own = w.lists(first)
     columns = worth(w, own, due, len(rows), last=True)
     given = w.adapted(first, [*others, columns])
-    # the constant part: what the inputs that are gone emit, and the bias
-    value = np.array(s.facts(first).value)
-    value[..., columns[columns >= 0]] = 0
     bias = s.net.constants[third] if third else np.zeros(1)
-    bias = np.broadcast_to(bias, (*np.broadcast_shapes(bias.shape, (1,) * value.ndim)[:-1], weight.shape[1]))
+    bias = np.broadcast_to(bias, (*np.broadcast_shapes(bias.shape, (1,) * (len(others) + 1))[:-1], weight.shape[1]))
     for axis, kept in enumerate(others):
-        value = np.take(value, np.maximum(kept, 0), axis)
         bias = np.take(bias, np.maximum(kept, 0), axis) if bias.shape[axis] > 1 else bias
-    used = np.flatnonzero(value.reshape(-1, size).any(axis=0))
     part = weight[:, np.maximum(rows, 0)] * (rows >= 0)
-    constant = value[..., used] @ part[used] + bias[..., np.maximum(rows, 0)] * (rows >= 0)
+    constant = _gone(s, first, [*others, columns], part) + bias[..., np.maximum(rows, 0)] * (rows >= 0)
     fixed, rest = biased(constant, constant.ndim - 1)
     small = part[np.maximum(columns, 0)] * (columns >= 0)[:, None]
     if node.op_type == "Gemm":
@@ -201,6 +196,18 @@ def _linear(w: Writer, node: NodeProto, first: str, second: str, transposed: boo
         made = w.emit("Add", [made, w.mapped(rest)])
     ids = w.grid(out, [*others, rows])
     w.put(out, made, np.where((ids < 0) & (rows == -2), -2, ids))
+
+
+def _gone(s: Study, first: str, lists: Lists, weight: F64) -> F64:
+    """What the inputs of a layer that are in none of `lists` add to its outputs: they are constant."""
+    value = np.array(s.facts(first).value)
+    *others, columns = lists
+    value[..., columns[columns >= 0]] = 0
+    for axis, kept in enumerate(others):
+        value = np.take(value, np.maximum(kept, 0), axis)
+    used = np.flatnonzero(entries(value != 0, value.ndim - 1))
+    made: F64 = value[..., used] @ weight[used]
+    return made
 
 
 def _needed(s: Study, node: NodeProto, first: str) -> Bools:

@@ -59,13 +59,9 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
     if kind.endswith("Pool"):
         return Axes((own,), own, frozenset(own[2:]))
     if kind.startswith("Arg"):
-        listed = [given.get("axis", 0)]
-    if kind.startswith(("Arg", "Reduce")):
-        every = () if given.get("noop_with_empty_axes") else own
-        gone = {i % len(own) for i in listed or every}
-        kept = [i for i in own if i not in gone or given.get("keepdims", 1)]
-        names: Names = tuple(f"reduced {i}" if i in gone else kept.index(i) for i in own)
-        return Axes((names,), made, frozenset(n for n in names if isinstance(n, str)))
+        return _reduced(node, own, made, [given.get("axis", 0)])
+    if kind.startswith("Reduce"):
+        return _reduced(node, own, made, listed)
     if kind == "Transpose":
         order = given.get("perm", own[::-1])
         return Axes((tuple(order.index(i) for i in own),), made)
@@ -92,6 +88,15 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
         inputs: tuple[Names, ...] = ((0, "sum", *own[2:]), weight, (1,))
         return Axes(inputs[: len(shapes)], made, frozenset({*own[2:], *window}))
     return None
+
+
+def _reduced(node: NodeProto, own: tuple[int, ...], made: tuple[int, ...], listed: Sequence[int] | None) -> Axes:
+    given = settings(node)
+    every = () if given.get("noop_with_empty_axes") else own
+    gone = {i % len(own) for i in listed or every}
+    kept = [i for i in own if i not in gone or given.get("keepdims", 1)]
+    names: Names = tuple(f"reduced {i}" if i in gone else kept.index(i) for i in own)
+    return Axes((names,), made, frozenset(n for n in names if isinstance(n, str)))
 
 
 def _broadcast(shape: Shape, out: Shape) -> Names:
