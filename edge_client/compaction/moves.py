@@ -22,7 +22,7 @@ from edge_client.errors import CompactionError
 from edge_client.graph.nodes import settings
 
 PICK = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
-OTHER = frozenset({"DepthToSpace", "SpaceToDepth", "Tile"})
+_MOVES = REGROUP | PICK | {"Concat", "DepthToSpace", "Pad", "SpaceToDepth", "Tile", "Transpose"}
 
 
 def sources(s: Study, node: NodeProto) -> Ids:
@@ -306,12 +306,11 @@ def _kept_by(w: Writer, node: NodeProto, target: Lists) -> Lists | None:
 
 
 MOVE = Rule(_forward, _backward)
-MOVES = REGROUP | PICK | OTHER | {"Concat", "Pad", "Transpose"}
 
 
 def is_move(net: Net, node: NodeProto) -> bool:
     """Whether `node` moves the elements of what carries data, by indices and sizes that are known."""
     data = net.data(node)
-    if node.op_type not in MOVES or len([o for o in node.output if o]) != 1:
+    if node.op_type not in _MOVES or len([o for o in node.output if o]) != 1:
         return False
     return data == [0] or node.op_type == "Concat"

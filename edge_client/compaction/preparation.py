@@ -20,7 +20,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from edge_client.compaction.net import Net, Shape, build, drop_unused, inner_reads, subgraphs
 from edge_client.compaction.operators import Array, Operators
 from edge_client.errors import CompactionError
-from edge_client.graph.nodes import MOVES, set_attribute, settings
+from edge_client.graph.nodes import REARRANGING, set_attribute, settings
 from edge_client.runtimes.onnx import open_onnx
 
 _LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0}
@@ -127,7 +127,7 @@ def _compute(net: Net, node: NodeProto) -> None:
 
 def _follow(net: Net, node: NodeProto, outs: Sequence[str]) -> None:
     """Follow element numbers through `node`, if it only moves constants; keep a node that computes with such."""
-    if node.op_type not in {*MOVES, "Concat"} or node.input[0] not in net.ids:
+    if node.op_type not in {*REARRANGING, "Concat"} or node.input[0] not in net.ids:
         if any(v in net.ids or v in net.computed for v in node.input):
             net.computed.update(dict.fromkeys(outs, node))
         return

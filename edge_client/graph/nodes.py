@@ -8,7 +8,9 @@ from onnx import NodeProto, helper
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 """How many gates a recurrent operator has: its weights hold one block of rows for each."""
-MOVES = frozenset({"Expand", "Flatten", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"})
+REARRANGING = frozenset(
+    {"Expand", "Flatten", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+)
 """Operators whose outputs hold entries of their first input alone."""
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, helper
 
 from edge_client.graph.axes import Names, axes_of
-from edge_client.graph.nodes import GATES, MOVES, set_attribute, settings
+from edge_client.graph.nodes import GATES, REARRANGING, set_attribute, settings
 from edge_client.narrow import Axes
 from edge_client.training.cut_graph import UNLIKE, Cut, equal, refusal
 
@@ -304,8 +304,8 @@ def follow(g: Cut, graph: GraphProto) -> None:
             left = RULES.get(node.op_type, named)(g, node)
             for name, axes in zip(list(node.output), left, strict=True):
                 g.put(name, axes)
-            if node.op_type in MOVES and node.input[0] in g.parameters:  # what it makes is zero in what it lost, too
-                g.parameters.update(node.output)
+            if node.op_type in REARRANGING and node.input[0] in g.parameters:
+                g.parameters.update(node.output)  # zero in what they lost, too
         g.nodes.append(node)
     del graph.node[:], graph.value_info[:]
     graph.node.extend(g.nodes)

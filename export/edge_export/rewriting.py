@@ -72,17 +72,17 @@ def shared_table() -> dict[Any, Callable[..., Any]]:
         Tensor.unfold: unfold,
         f.embedding_bag: embedding_bag,
         torch.cdist: distances,
-        f.grid_sample: _unsupported("grid_sample", "use interpolate, padding and slices"),
-        f.affine_grid: _unsupported("affine_grid", "use interpolate, padding and slices"),
+        f.grid_sample: _sampled("grid_sample"),
+        f.affine_grid: _sampled("affine_grid"),
         torch._VF._pack_padded_sequence: recurrence.packed,
     }
 
 
-def _unsupported(operator: str, advice: str) -> Callable[..., Any]:
+def _sampled(operator: str) -> Callable[..., Any]:
     """A replacement that refuses; tracing would fail with a text of PyTorch's own."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise ModelError(f"operator {operator!r} has no ONNX form; {advice}")
+        raise ModelError(f"operator {operator!r} has no ONNX form; use interpolate, padding and slices")
 
     return refuse
 
