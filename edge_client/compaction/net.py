@@ -130,16 +130,20 @@ def build(net: Net, nodes: Sequence[NodeProto], constants: Mapping[str, Array], 
 
 def drop_unused(net: Net) -> None:
     """Remove nodes and constants that the output does not depend on."""
-    live, kept = {net.output}, []
-    for node in reversed(net.nodes):
-        if live & set(node.output):
-            live |= set(node.input)
-            live |= inner_reads(node)
-            kept.append(node)
-    net.nodes = kept[::-1]
+    net.nodes, live = needed(net.nodes, {net.output})
     for name, node in reversed(net.computed.items()):
         live |= set(node.input) if name in live else set()
     net.constants = {k: v for k, v in net.constants.items() if k in live}
+
+
+def needed(nodes: Sequence[NodeProto], outputs: set[str]) -> tuple[list[NodeProto], set[str]]:
+    """The nodes that `outputs` depend on, in order; and `outputs` with all values that these read."""
+    live, kept = set(outputs), []
+    for node in reversed(nodes):
+        if live.intersection(filter(None, node.output)):
+            live |= {*node.input, *inner_reads(node)}
+            kept.append(node)
+    return kept[::-1], live
 
 
 def _narrow(value: Array) -> Array:

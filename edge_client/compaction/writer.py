@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
+from edge_client.compaction.net import needed
 from edge_client.compaction.operators import Array
 from edge_client.compaction.pieces import Ids, Lists, Piece, Ragged, by_axis, grid
 from edge_client.compaction.study import Study
@@ -87,14 +88,10 @@ class Writer:
         last = self.adapted(net.output, whole, batch=True)
         if not any(last in node.output for node in self.nodes):
             self.nodes.append(helper.make_node("Identity", [last], [net.output]))
-        read, kept = {last}, []
-        for node in reversed(self.nodes):
-            if read & set(node.output):
-                read |= set(node.input)
-                kept.append(node)
+        self.nodes, read = needed(self.nodes, {last})
+        for node in self.nodes:
             for names in (node.input, node.output):
                 names[:] = [net.output if v == last else v for v in names]
-        self.nodes = kept[::-1]
         self.constants = {k: v for k, v in self.constants.items() if k in read}
 
     def stays(self, value: str, line: str) -> None:

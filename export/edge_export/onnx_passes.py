@@ -16,6 +16,7 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper, numpy_helper, shape_inference
 
+from edge_client.compaction.net import needed
 from edge_client.graph.nodes import set_attribute, settings
 from edge_export.recurrence_onnx import to_scans
 
@@ -171,13 +172,8 @@ def _fold_keepdims(graph: GraphProto, ranks: dict[str, int]) -> int:
 
 def _drop_dead(graph: GraphProto) -> None:
     """Remove nodes and constants that no output depends on."""
-    live = {o.name for o in graph.output}
-    kept = []
-    for node in reversed(graph.node):
-        if live & set(node.output):
-            live |= set(node.input)
-            kept.append(node)
-    _set(graph.node, reversed(kept))
+    kept, live = needed(graph.node, {o.name for o in graph.output})
+    _set(graph.node, kept)
     _set(graph.initializer, [t for t in graph.initializer if t.name in live])
 
 
