@@ -153,6 +153,13 @@ class Labelled:
         self.atoms.fix(labels[columns == NONE], "a layer reads them by a weight that no parameter holds")
         self.atoms.join(labels, columns)
 
+    def _meet(self, a: Labels, b: Labels, why: str) -> None:
+        """Join labels that leave together; one that meets an entry which must stay is fixed."""
+        a, b = np.broadcast_arrays(a, b)
+        self.atoms.fix(a[b == NONE], why)
+        self.atoms.fix(b[a == NONE], why)
+        self.atoms.join(a, b)
+
     def _convolution(self, node: NodeProto) -> None:
         net, weight, groups = self.net, node.input[1], settings(node).get("group", 1)
         turned = node.op_type == "ConvTranspose"
@@ -221,9 +228,7 @@ class Labelled:
         summed = self._summed(a, a.ndim - 1, a.ndim - 2, node), self._summed(b, b.ndim - 2, b.ndim - 1, node)
         differ = [bool((k != k[:1]).any()) for k in summed]
         if any(differ):
-            self.atoms.fix(summed[0][summed[1] == NONE], self._why(node))
-            self.atoms.fix(summed[1][summed[0] == NONE], self._why(node))
-            self.atoms.join(*summed)
+            self._meet(*summed, self._why(node))
         columns = np.full(1, NONE) if differ[1] else self._lines(b, b.ndim - 1, node)
         rows = np.full(1, NONE) if differ[0] else self._lines(a, a.ndim - 2, node)
         if (columns != columns[:1]).any():
@@ -256,11 +261,11 @@ class Labelled:
             unit = rows[0][0]
             for own in rows:
                 self._read(unit, own)
-            self._read(unit, np.broadcast_to(atoms.along(r, 1, "reads"), h))
+            self._read(unit, atoms.along(r, 1, "reads"))
             made.append(unit)
         label = np.stack(made)[:, None]
         for name in [v for v in list(node.input)[5:7] if v in self.labels]:
-            self._read(self.labels[name], np.broadcast_to(label, self.labels[name].shape))
+            self._read(self.labels[name], label)
         for name in [o for o in node.output if o]:
             self._put(name, label)
 
@@ -293,23 +298,17 @@ class Labelled:
         return labels
 
     def _map(self, node: NodeProto) -> None:
-        net, atoms, found = self.net, self.atoms, maps.behaviour(self.study, node)
+        net, found = self.net, maps.behaviour(self.study, node)
         assert found is not None
-        out = node.output[0]
-        shape = net.shapes[out]
-        rank = len(shape)
         read = [node.input[k] for k in net.data(node)]
         inputs = [self._mixed(node, self.labels[self.repeats.get(v, v)], found.apart) for v in read]
-        joined = np.full((1,) * rank, ANY)
+        joined = np.full((1,) * len(found.apart), ANY)
         for own in sorted(inputs, key=lambda v: -v.size):
             if self._is_one_for_all(joined, own):
                 continue
-            a, b = np.broadcast_arrays(joined, own)
-            atoms.fix(a[b == NONE], f"{node.op_type} joins them with entries that must stay")
-            atoms.fix(b[a == NONE], f"{node.op_type} joins them with entries that must stay")
-            atoms.join(a, b)
-            joined = np.where(a == ANY, b, np.where(b == NONE, NONE, a))
-        self._put(out, joined)
+            self._meet(joined, own, f"{node.op_type} joins them with entries that must stay")
+            joined = np.where(joined == ANY, own, np.where(own == NONE, NONE, joined))
+        self._put(node.output[0], joined)
         if found.parameters:
             self.maps.append(node)
             self._parameters(node)
