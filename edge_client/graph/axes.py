@@ -73,6 +73,12 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
         rows = tuple(f"row {i}" for i in range(len(shapes[1]) - 1))
         taken, rest = made[: shapes[1][-1]], made[shapes[1][-1] :]
         return Axes((made, (*rows, "place"), (*rows, *rest)), made, frozenset({*taken, *rows, "place"}))
+    return _summed(node, shapes, out)
+
+
+def _summed(node: NodeProto, shapes: Sequence[Shape], out: Shape) -> Axes | None:
+    """The axes of a product of matrices or a convolution."""
+    kind, given, made = node.op_type, settings(node), tuple(range(len(out)))
     if kind == "Gemm":
         a: Names = ("sum", 0) if given.get("transA") else (0, "sum")
         b: Names = (1, "sum") if given.get("transB") else ("sum", 1)
@@ -83,10 +89,11 @@ def axes_of(node: NodeProto, shapes: Sequence[Shape], out: Shape, listed: Sequen
         second: Names = (*lead[1], "sum", made[-1])
         return Axes((first, second), made)
     if kind in ("Conv", "ConvTranspose") and given.get("group", 1) == 1:
-        window = tuple(f"window {i}" for i in own[2:])
+        space = made[2:]
+        window = tuple(f"window {i}" for i in space)
         weight: Names = (1, "sum", *window) if kind == "Conv" else ("sum", 1, *window)
-        inputs: tuple[Names, ...] = ((0, "sum", *own[2:]), weight, (1,))
-        return Axes(inputs[: len(shapes)], made, frozenset({*own[2:], *window}))
+        inputs: tuple[Names, ...] = ((0, "sum", *space), weight, (1,))
+        return Axes(inputs[: len(shapes)], made, frozenset({*space, *window}))
     return None
 
 

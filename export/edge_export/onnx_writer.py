@@ -36,6 +36,9 @@ TYPES = {
     torch.bool: TensorProto.BOOL,
 }
 
+_OF_SIZES = {"FloorDiv": "Div", "CleanDiv": "Div", "Max": "Max", "Min": "Min", "Mod": "Mod", "PythonMod": "Mod"}
+"""ONNX's operator for a function of sizes, which are not negative."""
+
 Handler = Callable[["Writer", Any, Any], Any]
 
 
@@ -184,12 +187,8 @@ class Writer:
         if kind in ("Add", "Mul"):
             same = self._floats(expr.args, parts) if any(map(_is_float, expr.args)) else parts
             name = reduce(partial(self.op, kind), same)
-        elif kind in ("FloorDiv", "CleanDiv"):
-            name = self.op("Div", *parts)  # sizes are not negative
-        elif kind in ("Max", "Min"):
-            name = self.op(kind, *parts)
-        elif kind in ("Mod", "PythonMod"):
-            name = self.op("Mod", *parts)
+        elif kind in _OF_SIZES:
+            name = self.op(_OF_SIZES[kind], *parts)
         elif kind == "ToFloat":
             name = self.op("Cast", parts[0], to=TensorProto.FLOAT)
         elif kind in ("IntTrueDiv", "FloatTrueDiv"):
