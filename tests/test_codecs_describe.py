@@ -118,6 +118,9 @@ def test_the_mean_of_planes_is_reported() -> None:
     }  # fmt: skip
     with pytest.raises(CodecError, match="is d right"):
         describe("planes", data, 76 + 8)
+    assert describe("planes", bytes(32), 5)["planes"] == 32
+    with pytest.raises(CodecError, match="1 to 32 planes"):
+        describe("planes", bytes(33), 5)
 
 
 def coupled(d: int, devices: int, shift: float) -> tuple[np.ndarray, bytes, np.ndarray, bytes]:

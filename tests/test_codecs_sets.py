@@ -226,9 +226,9 @@ def test_useless_contexts_cost_at_most_a_few_bytes() -> None:
 
 
 def test_coupling_contexts_have_bins_of_the_odds_ratio_and_of_theta() -> None:
-    theta = np.array([0.5, 0.5, 0.5, 0.75, 0.25, 0.0])
-    u = np.array([0.5, 0.2, 2 / 3, 0.25, 0.75, 1.0])
-    # The odds ratios less one are 0; 3, whose piecewise linear log2 is 1.5; 1; 8 twice; and about 1e18.
+    theta = np.array([0.5, 0.5, 0.5, 0.75, 0.25, 0.0, 1.0])
+    u = np.array([0.5, 0.2, 2 / 3, 0.25, 0.75, 1.0, 0.0])
+    # The odds ratios less one are 0; 3, whose piecewise linear log2 is 1.5; 1; 8 twice; and 1e18 twice.
     assert coupling_contexts(theta, u).tolist() == [
         0 * 4 + 2,
         (24 + 4) * 4 + 2,
@@ -236,6 +236,7 @@ def test_coupling_contexts_have_bins_of_the_odds_ratio_and_of_theta() -> None:
         (24 + 9) * 4 + 3,
         (24 + 9) * 4 + 1,
         41 * 4 + 0,
+        41 * 4 + 3,
     ]
 
 
