@@ -242,7 +242,7 @@ def _chosen(d: int, share: float, stream: int) -> NDArray[np.bool_]:
 
 def _sent(n: int, bits: float) -> int:
     """How many of a block's n coordinates travel."""
-    return n if bits >= 1 else max(1, round(bits * n))
+    return max(1, round(min(bits, 1) * n))
 
 
 def _width(bits: float) -> int:
