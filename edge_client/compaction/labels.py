@@ -5,6 +5,8 @@ weight's rows. Moves carry labels along. Where an operator without a mixed axis 
 where a layer reads labels, they are joined with the atoms of its weight's columns. Atoms that are joined leave together
 or not at all. An operator that mixes channels fixes them, and so does the output.
 
+Whether a group can leave, a trial shows (`edge_export.group_trial`). What is fixed here saves one, and says why.
+
 Weights themselves may be moved before they are used (the gates of an LSTM, a fused projection): the numbers of their
 elements are moved with them, so that it is known which entry of which tensor a row is. Of weights that are computed
 (standardised filters, prototypes of length 1) it follows from the axes that each operator keeps together.
@@ -76,12 +78,9 @@ class Labelled:
     def _opaque(self, node: NodeProto) -> None:
         """Of an operator that mixes channels, or reads a value without elements."""
         for k in self.net.data(node):
-            self.atoms.fix(self.labels[node.input[k]], self._why(node))
+            self.atoms.fix(self.labels[node.input[k]], _mixes(node))
         for out in [o for o in node.output if o]:
             self._put(out, np.full(1, NONE))
-
-    def _why(self, node: NodeProto) -> str:
-        return f"{node.op_type} mixes them"
 
     def _put(self, name: str, labels: Labels) -> None:
         self.labels[name] = thin(np.broadcast_to(labels, self.net.shapes[name]))
@@ -121,7 +120,7 @@ class Labelled:
         if not one.all() and (known >= 0).all() and (known.max(axis=1) != known.max()).any():
             self.atoms.join(known, known.max(axis=1, keepdims=True))
             return self.atoms.roots(known[:, 0])
-        self.atoms.fix(roots[~one], self._why(node))
+        self.atoms.fix(roots[~one], _mixes(node))
         return np.where(one, known[:, 0], NONE)
 
     def _along(self, name: str, axis: int, role: Role) -> Labels:
@@ -178,7 +177,7 @@ class Labelled:
         own = np.broadcast_to(own, max(groups, len(own)))  # a weight of no parameter has one label
         both = np.concatenate([x.reshape(groups, -1), own.reshape(groups, -1)], axis=1)
         loose, one = (both == NONE).any(axis=1), both.max(axis=1)
-        self.atoms.fix(both[loose], f"{node.op_type} joins them with entries that must stay")
+        self.atoms.fix(both[loose], _joins(node))
         self.atoms.join(both, one[:, None])
         return np.repeat(np.where(loose, NONE, one), self.net.shapes[node.output[0]][1] // groups)
 
@@ -197,7 +196,7 @@ class Labelled:
             self._put(node.output[0], rows)
         elif transposed or (third and any(v not in self.labels for v in (first, second))):
             for v in (first, second):
-                atoms.fix(self.labels.get(v, np.full(1, NONE)), self._why(node))
+                atoms.fix(self.labels.get(v, np.full(1, NONE)), _mixes(node))
             self._put(node.output[0], np.full(1, NONE))
         else:
             a, b = (np.array(atoms.roots(self.labels.get(v, np.full(net.shapes[v], NONE)))) for v in (first, second))
@@ -228,12 +227,12 @@ class Labelled:
         summed = self._summed(a, a.ndim - 1, a.ndim - 2, node), self._summed(b, b.ndim - 2, b.ndim - 1, node)
         differ = [bool((k != k[:1]).any()) for k in summed]
         if any(differ):
-            self._meet(*summed, self._why(node))
+            self._meet(*summed, _mixes(node))
         columns = np.full(1, NONE) if differ[1] else self._lines(b, b.ndim - 1, node)
         rows = np.full(1, NONE) if differ[0] else self._lines(a, a.ndim - 2, node)
         if (columns != columns[:1]).any():
             if (rows != rows[:1]).any():
-                self.atoms.fix(rows, self._why(node))
+                self.atoms.fix(rows, _mixes(node))
             return columns
         return rows[:, None] if (rows != rows[:1]).any() else np.full(1, NONE)
 
@@ -306,7 +305,7 @@ class Labelled:
         for own in sorted(inputs, key=lambda v: -v.size):
             if self._is_one_for_all(joined, own):
                 continue
-            self._meet(joined, own, f"{node.op_type} joins them with entries that must stay")
+            self._meet(joined, own, _joins(node))
             joined = np.where(joined == ANY, own, np.where(own == NONE, NONE, joined))
         self._put(node.output[0], joined)
         if found.parameters:
@@ -332,7 +331,7 @@ class Labelled:
         for axis in [a for a in range(rank) if not apart[a] and labels.shape[a] > 1]:
             if _differ(self.atoms.roots(labels), axis) and not self._join_lines(labels, axis):
                 if not self._sums_products(node):  # of zeros, what is gone adds nothing
-                    self.atoms.fix(labels, self._why(node))
+                    self.atoms.fix(labels, _mixes(node))
                 return np.full((1,) * rank, NONE)
             labels = labels.max(axis=axis, keepdims=True)
         return labels
@@ -357,6 +356,14 @@ def _differ(roots: Labels, axis: int) -> bool:
     """Whether labels differ along an axis, constants of the graph left out."""
     most = roots.max(axis=axis, keepdims=True, initial=ANY)
     return bool(((roots != most) & (roots != ANY)).any())
+
+
+def _mixes(node: NodeProto) -> str:
+    return f"{node.op_type} mixes them"
+
+
+def _joins(node: NodeProto) -> str:
+    return f"{node.op_type} joins them with entries that must stay"
 
 
 def _reduces(node: NodeProto) -> bool:
