@@ -613,10 +613,43 @@ class _Decay(nn.Module):
         return y * (h.sigmoid() * h.sigmoid()).sum(1, keepdim=True)
 
 
+class _Shifted(nn.Module):
+    """A sum over channels that counts dead ones where a sample is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(3, 8), nn.Linear(3, 5)
+
+    def forward(self, x: T) -> T:
+        h = self.a(x) + (x[:, :1] - 6).relu()
+        return self.head(x) * (h * h).sum(1, keepdim=True)
+
+
+class _Crowded(nn.Module):
+    """A sum over heads that counts what stands beside dead ones where a sample is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.head = nn.Linear(3, 12), nn.Linear(3, 12), nn.Linear(3, 12), nn.Linear(3, 5)
+
+    def forward(self, x: T) -> T:
+        q, k, v = (layer(x).unflatten(2, (4, 3)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        beside = (x - 6).relu().unsqueeze(1).expand(-1, 4, -1, -1)
+        h = (q @ k.transpose(2, 3)).softmax(3) @ torch.cat([v, beside], 3)
+        return self.head(x.mean(1)) * (h * h).sum((1, 2, 3)).unsqueeze(1)
+
+
 @pytest.mark.parametrize(
-    ("make", "sample", "gone"), [(_LinearAttention, (6, 3), "q"), (_InTraining, (3,), "a"), (_Decay, (3,), "a")]
+    ("make", "sample", "gone"),
+    [
+        (_LinearAttention, (6, 3), "q"),
+        (_InTraining, (3,), "a"),
+        (_Decay, (3,), "a"),
+        (_Shifted, (3,), "a"),
+        (_Crowded, (6, 3), "q"),
+    ],
 )
-def test_a_small_error_one_in_training_alone_and_one_beside_no_number_are_found(
+def test_an_error_that_is_small_or_needs_training_or_large_samples_or_stands_beside_no_number_is_found(
     make: Callable[[], nn.Module], sample: tuple[int, ...], gone: str, tmp_path: Path
 ) -> None:
     target = Classification(classes=5)

@@ -17,7 +17,11 @@ from edge_client.narrow import Axes, Channels, cuts
 from edge_client.runtimes.onnx import open_onnx
 from edge_client.training.cut import PROBE, cut
 
-DRAWS = 4  # of all tensors and a batch; some make no finite numbers
+DRAWS = (1.0, 1.0, 1.0, 1.0, 100.0, 100.0)
+"""How large the samples of each draw are; some make no finite numbers.
+
+Operators such as `relu(x - 6)` add nothing to dead channels until samples are large.
+"""
 SAME = {"logits": 1e-4, "loss": 1e-4, "new": 1e-4, "grad": 1e-2}
 """Of the largest number of a kind. Rounding is far below. A gradient jumps where it turns an activation on or off."""
 ROWS = 1000  # of a table of which only one end is known
@@ -42,8 +46,8 @@ def unlike(manifest: Manifest, graph: onnx.ModelProto, whole: InferenceSession, 
     """
     axes, finite = cuts(manifest, halves(groups)), False
     small = opened(cut(graph, manifest.input.shape, axes))
-    for draw in range(DRAWS):
-        given, fewer = _drawn(manifest, axes, draw)
+    for draw, size in enumerate(DRAWS):
+        given, fewer = _drawn(manifest, axes, draw, size)
         due = {name: _kept(name, value, axes) for name, value in _run(whole, given).items()}
         try:
             made = _run(small, fewer)
@@ -56,7 +60,7 @@ def unlike(manifest: Manifest, graph: onnx.ModelProto, whole: InferenceSession, 
     return "" if finite else "the network has no finite outputs for drawn values"
 
 
-def _drawn(manifest: Manifest, axes: Mapping[str, Axes], draw: int) -> tuple[Arrays, Arrays]:
+def _drawn(manifest: Manifest, axes: Mapping[str, Axes], draw: int, size: float) -> tuple[Arrays, Arrays]:
     """What both graphs are given: zeros where tensors are cut, and the same tensors cut.
 
     Vectors, such as a norm's scale, are 0.5 .. 1.5; in every other draw those that train are -0.5 .. 0.5.
@@ -64,7 +68,7 @@ def _drawn(manifest: Manifest, axes: Mapping[str, Axes], draw: int) -> tuple[Arr
     random = np.random.default_rng(draw)
     n = PROBE + 1  # another batch than the cut was inferred for
     whole: Arrays = {
-        "x": _samples(manifest.input, n, random),
+        "x": _samples(manifest.input, n, random, size),
         "y": manifest.target.labels(n),
         "key": np.zeros(1, np.int64),
     }
@@ -81,12 +85,12 @@ def _drawn(manifest: Manifest, axes: Mapping[str, Axes], draw: int) -> tuple[Arr
     return whole, small
 
 
-def _samples(taken: Input, n: int, random: np.random.Generator) -> NDArray[Any]:
-    """Samples of normal numbers, or of ids that have rows."""
+def _samples(taken: Input, n: int, random: np.random.Generator, size: float) -> NDArray[Any]:
+    """Samples of normal numbers of that size, or of ids that have rows."""
     bounds = taken.bounds()
     if bounds is None:
         drawn = random.standard_normal((n, *taken.shape)) if taken.dtype == "float32" else np.zeros((n, *taken.shape))
-        return drawn.astype(taken.dtype)
+        return (size * drawn).astype(taken.dtype)
     low, end = bounds
     low, end = np.maximum(low, np.minimum(0, end - ROWS)), np.minimum(end, np.maximum(0, low) + ROWS)
     return random.integers(low, end, (n, *taken.shape)).astype(taken.dtype)
