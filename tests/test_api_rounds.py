@@ -128,7 +128,7 @@ def test_the_last_rounds_record_has_the_downlinks_after_it_by_kind_each_device_o
     play(tmp_path, later)
 
 
-def test_a_device_whose_report_was_taken_has_its_last_downlink_counted_after_a_kill(tmp_path: Path) -> None:
+def test_a_device_whose_report_was_taken_has_all_its_bytes_counted_after_a_kill(tmp_path: Path) -> None:
     report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
 
     async def script() -> None:
@@ -145,9 +145,14 @@ def test_a_device_whose_report_was_taken_has_its_last_downlink_counted_after_a_k
             size = len(await fleet.fetch("a", work))
             sent = await fleet.http.put("/v1/federations/fed/devices/a/report", json=report, headers=mine)
             assert sent.status_code == 204
+            told = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()[0]
             async with served(tmp_path) as next_one:  # which has nothing but what is on disk
                 record = (await next_one.operator("GET", "/v1/federations/fed/rounds/2")).json()
                 assert sum(record["traffic"]["last_down"].values()) == size
+                kept = (await next_one.operator("GET", "/v1/federations/fed/devices")).json()[0]
+                assert kept["bytes_down"] == before + size
+                assert kept["messages_up"]["report"] > 0
+                assert kept == told
 
     asyncio.run(script())
 

@@ -167,7 +167,7 @@ def test_a_device_that_kept_a_model_of_its_own_training_is_not_said_to_have_the_
         ours: Exports = fleet.http._transport.app.state.exports  # type: ignore[attr-defined]
         live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
         report = Report(score=0.9, test_samples=4, parameters_dense=6570, parameters_compact=6570, source="local")
-        await live.devices.report("a", report, None)
+        await live.devices.report("a", report)
         for device, source, words in (
             ("a", "global", "the federation's model for 'a' after round 0 of 2, since the device kept one of its own"),
             ("bb", "personal", "the model of 'bb' after round 0 of 2"),

@@ -2,8 +2,8 @@
 
 The database's rows are the truth. Memory holds what every request needs: credentials it has looked up, when each device
 last made a request, and counts that are not written yet. These are written together, for all devices that changed,
-every quarter of `presence_seconds`, at most FLUSH seconds apart; a kill loses no more of them. No function here costs
-more with more members, except the operator's list and the draw of a cohort.
+every quarter of `presence_seconds`, at most FLUSH seconds apart, and with a report; a kill loses no more of them. No
+function here costs more with more members, except the operator's list and the draw of a cohort.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Devices:
 
     def has_last(self, device: str, sizes: Mapping[str, int]) -> None:
         """A device has fetched the downlink after the last round; `sizes` are its bytes by kind."""
-        self._change(device).last_down = _dumped(sizes)
+        self._change(device).last_down = json.dumps(sizes, separators=(",", ":"))
 
     async def last_downlinks(self) -> dict[str, int]:
         """Bytes by kind of the downlinks after the last round, of every device that has fetched its own, each once.
@@ -245,13 +245,10 @@ class Devices:
                 self._change(device).add(s)
             raise
 
-    async def report(self, device: str, report: Report, sizes: Mapping[str, int] | None) -> None:
-        """Store a device's report with the `sizes` of `has_last`, None where there are none. Raises StateError.
-
-        Both are one transaction, because a device whose report is in asks for nothing again.
-        """
-        last = None if sizes is None else _dumped(sizes)
-        await asyncio.to_thread(self._metadata.save_report, self.id, device, report.model_dump_json(), last)
+    async def report(self, device: str, report: Report) -> None:
+        """Store a device's report, with all that is not written yet: it asks for nothing again. Raises StateError."""
+        self._change(device).report = report.model_dump_json()
+        await self.flush()
 
     async def listed(self, state: DeviceState | None = None, after: str = "", limit: int | None = None) -> list[Device]:
         """Every device that ever enrolled, or those in a state, by name beyond `after`. Raises StateError.
@@ -316,10 +313,6 @@ def _unreadable(row: Any) -> Device:
     """A device of whose row only this much is trusted."""
     return Device(device=row.device, enrolled_at=0.0, last_seen_at=0.0, updates=0, bytes_up=0, bytes_down=0,
                   removed=row.removed, state=_state(row), ready=row.ready)  # fmt: skip
-
-
-def _dumped(sizes: Mapping[str, int]) -> str:
-    return json.dumps(sizes, separators=(",", ":"))
 
 
 def _state(row: Any) -> DeviceState:

@@ -305,10 +305,10 @@ class LiveFederation:
     async def report(self, device: str, report: Report) -> None:
         """Store a device's report. Raises StateError."""
         with self._faults.watch(f"report of {device}", f"the report of {device!r} could not be written down"):
-            sizes = None
             if self._commits.state.phase == "finished":  # its fetch of the last downlink may be from before a restart
-                sizes = (await self._downlinks.get(self.config.rounds + 1, device)).sizes
-            await self.devices.report(device, report, sizes)
+                down = await self._downlinks.get(self.config.rounds + 1, device)
+                self.devices.has_last(device, down.sizes)
+            await self.devices.report(device, report)
         log.info("%s: %s ends with its %s model, score %.3f on %d samples, %d of %d parameters", self.id, device,
                  report.source, report.score, report.test_samples, report.parameters_compact, report.parameters_dense,
                  extra={"federation": self.id, "device": device, "score": report.score,

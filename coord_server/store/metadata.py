@@ -54,6 +54,7 @@ _SAVE_SEEN = (
         last_seen_at=LAST_SEEN,
         bytes_down=devices.c.bytes_down + bindparam("b_down"),
         last_down=func.coalesce(bindparam("b_last"), devices.c.last_down),
+        report=func.coalesce(bindparam("b_report"), devices.c.report),
         agent=func.coalesce(bindparam("b_agent"), devices.c.agent),
         **{name: devices.c[name] + bindparam(f"b_{name}") for name in MESSAGES},
     )
@@ -314,18 +315,12 @@ class Metadata:
         """Store what happened to devices."""
         rows = [
             {"b_federation": federation, "b_device": device, "b_at": s.at, "b_down": s.bytes_down,
-             "b_last": s.last_down, "b_agent": s.agent, **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
+             "b_last": s.last_down, "b_report": s.report, "b_agent": s.agent,
+             **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
             for device, s in seen.items()
         ]  # fmt: skip
         with self.database.writing() as c:
             c.execute(_SAVE_SEEN, rows)
-
-    def save_report(self, federation: str, device: str, report: str, last_down: str | None) -> None:
-        """Store a device's report, and what `last_down` returns for it, if that is known; both are JSON."""
-        known = func.coalesce(last_down, devices.c.last_down)
-        with self.database.writing() as c:
-            mine = update(devices).where(*of(devices, federation, device))
-            c.execute(mine.values(report=report, last_down=known))
 
     def last_down(self, federation: str) -> dict[str, str]:
         """Bytes by kind, as JSON, of the downlink after the last round, by the device that fetched it."""

@@ -153,21 +153,23 @@ class Known:
 class Seen:
     """What happened to a device since its row was written: its last request, payload bytes fetched, bytes by message.
 
-    `last_down` is the JSON of the downlink after the last round, once the device has fetched it; `agent` is its
-    User-Agent.
+    `last_down` is the downlink after the last round, once the device has fetched it, and `report` the device's report,
+    both as JSON; `agent` is its User-Agent.
     """
 
     at: float
     bytes_down: int = 0
     messages: dict[str, int] = field(default_factory=dict)
     last_down: str | None = None
+    report: str | None = None
     agent: str | None = None
 
     def add(self, other: Seen) -> None:
-        """Add what happened before or after."""
+        """Add what happened before."""
         self.at = max(self.at, other.at)
         self.bytes_down += other.bytes_down
         for name, size in other.messages.items():
             self.messages[name] = self.messages.get(name, 0) + size
-        self.last_down = other.last_down or self.last_down
+        self.last_down = self.last_down or other.last_down
+        self.report = self.report or other.report
         self.agent = self.agent or other.agent
