@@ -20,8 +20,12 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
     One of maskfleet itself is never replaced by another package's of its name.
     """
-    found = sorted(entry_points(group=group), key=lambda e: (e.name, e.module.partition(".")[0] in OF_PACKAGE))
-    return {e.name: e for e in found}
+    return {e.name: e for e in sorted(entry_points(group=group), key=lambda e: (e.name, ours(e)))}
+
+
+def ours(entry: EntryPoint) -> bool:
+    """Whether maskfleet itself brings what the entry point names."""
+    return entry.module.partition(".")[0] in OF_PACKAGE
 
 
 def load(entry: EntryPoint, what: str, fits: Callable[[Any], bool], kind: str) -> Any:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from edge_client.bundle import MANIFEST
 from edge_client.errors import ConfigError, suggestion
-from edge_client.extras import installed
+from edge_client.extras import installed, ours
 
 
 def packaged() -> dict[str, Path]:
-    """The folder of every bundle that an installed package brings, by name."""
+    """The folder of every bundle that an installed package brings, by name; of two of one name maskfleet's own."""
     found: dict[str, Path] = {}
-    for entry in installed("maskfleet.bundles").values():
+    for entry in sorted(installed("maskfleet.bundles").values(), key=ours, reverse=True):
         spec = find_spec(entry.module)
         for package in (spec.submodule_search_locations or ()) if spec is not None else ():
             for manifest in sorted(Path(package, entry.attr).glob(f"*/{MANIFEST}")):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
 from edge_bench.simulation.file import find_bundle
 
 from coord_server.operator import cli
+from edge_client import extras
 from edge_client.bundle import MANIFEST, WARNINGS, Bundle
 from edge_client.cli import build
 from edge_client.errors import BundleError, ConfigError
@@ -20,6 +22,19 @@ def test_every_packaged_bundle_opens_by_its_name() -> None:
     for name, folder in packaged().items():
         assert folder.name == name
         assert Bundle.open(folder).part("eval.onnx").is_file()
+
+
+def test_a_bundle_of_another_package_does_not_replace_ours_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("digits", "theirs"):
+        (tmp_path / "aaa" / "models" / name).mkdir(parents=True)
+        (tmp_path / "aaa" / "models" / name / MANIFEST).touch()
+    (tmp_path / "aaa" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ours, entry = packaged(), EntryPoint("aaa", "aaa:models", "maskfleet.bundles")
+    monkeypatch.setattr(extras, "entry_points", lambda group: [entry, *entry_points(group=group)])
+    assert packaged() == {**ours, "theirs": tmp_path / "aaa" / "models" / "theirs"}
 
 
 def test_a_folder_is_relative_to_the_file_that_names_it_and_dot_slash_means_no_packaged_one(tmp_path: Path) -> None:
