@@ -183,12 +183,12 @@ class FederatedPruning(Coded):
         fixed = frozen(a.model.manifest)[units.places]
         sent, left = self.uplink.send(a, "parameters", parameters, start.parameters, fixed, residual)
         update = Payload({**sent, "buffers": buffers}, {"samples": task.samples})
-        trained = _placed(task, Received(units, parameters, buffers))
+        trained = units.placed(parameters, buffers, a.model.buffers)
         return Local(Kept(units.packed, left), update, trained, loss)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
-        """The network that the server chose last."""
-        return _placed(task, received)
+        """The network that the server chose last; statistics of pruned units as initially."""
+        return received.units.placed(received.parameters, received.buffers, task.assignment.model.buffers)
 
     # --- both
 
@@ -205,8 +205,3 @@ class FederatedPruning(Coded):
 def _live_values(model: Model, state: State) -> Weights:
     small = unpacked(model.manifest, state.units).small
     return Weights(state.parameters[small.parameters], state.buffers[small.buffers])
-
-
-def _placed(task: Task, received: Received) -> Personal:
-    """The smaller network in the whole one's vectors, all else zero; statistics of pruned units as initially."""
-    return received.units.placed(received.parameters, received.buffers, task.assignment.model.buffers)
