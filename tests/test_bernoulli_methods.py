@@ -221,14 +221,13 @@ def test_adam_goes_on_where_it_stopped_when_it_is_persistent(persistent: bool) -
     method, theta = FedPM(persistent=persistent, lr=0.1), np.full(MASKED, 0.5)
     head = np.zeros(39, np.float32)
     way = np.sign(method.masked(model(M)).gather(model(M).parameters))
-    first = method.train(steady_task(steady(value=1.0)), None, theta, head)
-    assert np.allclose(logit(first.theta), -0.1 * way, rtol=1e-4)
-    kept = stored(first.kept)
-    second = method.train(steady_task(steady(value=3.0)), kept, theta, head)
+    first, kept, _ = method.train(steady_task(steady(value=1.0)), None, theta, head)
+    assert np.allclose(logit(first), -0.1 * way, rtol=1e-4)
+    second, left, _ = method.train(steady_task(steady(value=3.0)), stored(kept), theta, head)
     # m = (.9 * .1 + .1 * 3) g, v = (.999 * .001 + .001 * 9) g^2, each over one less the decay to the second power.
     step = 0.39 / (1 - 0.9**2) / ((0.000999 + 0.009) / (1 - 0.999**2)) ** 0.5 if persistent else 1.0
-    assert np.allclose(logit(second.theta), -0.1 * step * way, rtol=1e-4)
-    assert (second.kept.adam is not None) == persistent
+    assert np.allclose(logit(second), -0.1 * step * way, rtol=1e-4)
+    assert (left.adam is not None) == persistent
 
 
 @pytest.mark.parametrize("method", [FedPM(), DeltaMask(), Coupled()], ids=["fedpm", "deltamask", "coupled"])

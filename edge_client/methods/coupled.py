@@ -158,11 +158,6 @@ class Coupled(BernoulliMasks):
 
     # --- server half
 
-    def start(self, course: Course) -> State:
-        """No masks yet, and the bundle's head."""
-        first = super().start(course)
-        return State(first.posterior, first.head)
-
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
         """What a device lacks: "short", "long", "change" or "whole", and "head" for one that never received it."""
         if record is None or round_ > course.rounds:

@@ -95,15 +95,6 @@ class Votes:
     reference: Ints
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What the local epochs leave: probabilities float32[masked], the loss, what the device keeps."""
-
-    theta: F32
-    loss: float
-    kept: Any
-
-
 class BernoulliMasks(MaskedNetwork):
     """Base of the methods that learn probabilities of masks."""
 
@@ -229,7 +220,7 @@ class BernoulliMasks(MaskedNetwork):
     def start(self, course: Course) -> Any:
         """No masks yet, and the bundle's head."""
         none = Posterior(np.zeros(self.exchanged(course.model), np.uint32), 0)
-        return State(none, self.probed(course.model).gather(course.model.parameters))
+        return self.state_type(none, self.probed(course.model).gather(course.model.parameters))
 
     def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:
         """A probed head and, after the probing rounds, theta; float32."""
@@ -318,9 +309,9 @@ class BernoulliMasks(MaskedNetwork):
         a = task.assignment
         if a.round <= self.probing(a.model):
             return self.probe(task, kept, received.head)
-        own = self.train(task, kept, received.theta, received.head)
-        mask, update = self.upload(task, received, own.theta)
-        return Local(own.kept, update, self.under(a.model, received.head, mask, own.kept.buffers), own.loss)
+        theta, own, loss = self.train(task, kept, received.theta, received.head)
+        mask, update = self.upload(task, received, theta)
+        return Local(own, update, self.under(a.model, received.head, mask, own.buffers), loss)
 
     @abstractmethod
     def upload(self, task: Task, received: Any, theta: F32) -> tuple[Bits, Payload]:
@@ -341,8 +332,11 @@ class BernoulliMasks(MaskedNetwork):
         update = Payload({"head": own}, {"samples": task.samples})
         return Local(self.kept_type(buffers), update, Personal(values, buffers), loss)
 
-    def train(self, task: Task, kept: Any, theta: F64, head: F32) -> Trained:
-        """Adam on the scores; each batch sees the weights under a draw from the device's secret randomness."""
+    def train(self, task: Task, kept: Any, theta: F64, head: F32) -> tuple[F32, Any, float]:
+        """Adam on the scores: the probabilities after it, what the device keeps, and the last epoch's mean loss.
+
+        Each batch is computed with the weights under a draw from the device's secret randomness.
+        """
         a, model = task.assignment, task.assignment.model
         part, values, buffers = self.masked(model), self.frozen(model, head), own_statistics(model, kept)
         scores = np.log(theta / (1 - theta)).astype(np.float32)
@@ -359,4 +353,4 @@ class BernoulliMasks(MaskedNetwork):
             buffers[:] = g.buffers
             step.step(part.gather(g.parameters))
         moments = Moments(adam.mean, adam.square, adam.steps) if self.persistent else None
-        return Trained(sigmoid(scores), loss.mean, self.kept_type(buffers, moments))
+        return sigmoid(scores), self.kept_type(buffers, moments), loss.mean
