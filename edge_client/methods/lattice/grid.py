@@ -69,11 +69,6 @@ def spread(part: Blocks, each: F32) -> F32:
 # --- dither
 
 
-def common(course: Course, round_: int, size: int) -> U32:
-    """The uniform numbers of a round that all its devices share, in units of 2**-32; read-only."""
-    return _drawn(_stream(course, round_), size)
-
-
 def _stream(course: Course, round_: int) -> int:
     return counter.key(course.seed, "dither", round_)
 
@@ -86,15 +81,19 @@ def _high(stream: int, count: int, start: int) -> U32:
 
 @lru_cache(maxsize=2)
 def _drawn(stream: int, size: int) -> U32:
-    """Kept, because a coordinator needs a round's numbers for each of its devices."""
+    """The uniform numbers of a round that all its devices share, in units of 2**-32; read-only.
+
+    Kept, because a coordinator needs them for each of its devices.
+    """
     drawn = np.concatenate([_high(stream, min(BLOCK, size - low), low) for low in range(0, size, BLOCK)] or [NONE])
     drawn.flags.writeable = False
     return drawn
 
 
 def dither(a: Assignment, size: int) -> U32:
-    """A device's own: the common ones shifted by its place, so that a cohort's numbers are stratified."""
-    shifted: U32 = common(a.course, a.round, size) + np.uint32((a.place << 32) // a.course.cohort)
+    """A device's uniform numbers: the shared ones shifted by its place, so that a cohort's are stratified."""
+    shared = _drawn(_stream(a.course, a.round), size)
+    shifted: U32 = shared + np.uint32((a.place << 32) // a.course.cohort)
     return shifted
 
 
