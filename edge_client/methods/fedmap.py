@@ -304,9 +304,8 @@ class FedMap(Coded):
 
     def buffers(self, payload: Payload, manifest: Manifest) -> F32:
         """The statistics of a payload, empty when none travel. Raises PayloadError."""
-        if size := self.sent_buffers(manifest):
-            return vector(payload, "buffers", size)
-        return vector(payload, "buffers", 0) if "buffers" in payload.arrays else NOTHING
+        size = self.sent_buffers(manifest)
+        return vector(payload, "buffers", size) if size or "buffers" in payload.arrays else NOTHING
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         before = state.buffers if update.buffers.size else NOTHING

@@ -132,5 +132,6 @@ class LinearProbing(Coded):
         model = task.assignment.model
         values = model.parameters.copy()
         head(model.manifest).scatter(received.head, values)
-        own = kept is not None and kept.buffers.size == model.buffers.size
-        return Personal(values, kept.buffers if own and kept is not None else model.buffers)
+        if kept is None or kept.buffers.size != model.buffers.size:
+            return Personal(values, model.buffers)
+        return Personal(values, kept.buffers)

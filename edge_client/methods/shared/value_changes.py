@@ -82,9 +82,7 @@ class Uplink:
             return {name: trained}, None
         return self.send_change(a, trained - received, fixed, residual)
 
-    def send_change(
-        self, a: Assignment, change: F32, fixed: Bits, residual: F32 | None = None
-    ) -> tuple[Arrays, F32 | None]:
+    def send_change(self, a: Assignment, change: F32, fixed: Bits, residual: F32 | None) -> tuple[Arrays, F32 | None]:
         """A change float32[n] in the codec, and with `feedback` the new residual: what the codec lost.
 
         `fixed` is bool[n], True where no device trains. A device without its residual float32[n] starts at 0.
