@@ -79,13 +79,13 @@ def test_the_sigmoid_is_exact_to_rounding() -> None:
 def test_group_lasso_of_a_two_by_two_layer_by_hand() -> None:
     # Rows and columns have one live entry each, of 3/4 and 1/2; d norm / d entry is 1, once in a row, once in a column.
     soft, out = np.array([0.75, 0, 0, 0.5], np.float32), np.empty(4, np.float32)
-    assert GroupLasso((2, 2), 2.0).gradient(soft, out) == pytest.approx(2.0 * (0.75 + 0.5 + 0.75 + 0.5))
+    GroupLasso((2, 2), 2.0).gradient(soft, out)
     np.testing.assert_allclose(out, [4, 0, 0, 4], rtol=1e-6)
 
 
 def test_a_group_that_is_dead_as_a_whole_has_no_gradient() -> None:
     soft, out = np.array([0, 0.6, 0, 0.8], np.float32), np.empty(4, np.float32)
-    assert GroupLasso((2, 2), 1.0).gradient(soft, out) == pytest.approx(0.6 + 0.8 + 1.0)
+    GroupLasso((2, 2), 1.0).gradient(soft, out)
     np.testing.assert_allclose(out, [0, 1.6, 0, 1.8], rtol=1e-6)
 
 
@@ -102,8 +102,7 @@ def test_lasso_equals_autograd(shape: tuple[int, ...], strength: float, seed: in
     penalty = strength * (m.square().sum((1, 2)).sqrt().sum() + m.square().sum((0, 2)).sqrt().sum())
     penalty.backward()
     out = np.empty_like(soft)
-    value = GroupLasso(shape, strength).gradient(soft, out)
-    assert value == pytest.approx(float(penalty.detach()), rel=1e-5, abs=1e-6)
+    GroupLasso(shape, strength).gradient(soft, out)
     np.testing.assert_allclose(out, leaf.grad.numpy(), rtol=1e-4, atol=1e-6)
 
 
@@ -141,7 +140,7 @@ def test_adam_is_pytorchs_adam() -> None:
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match="momentum"):
         Sgd(3, 0.1, 1.0)
-    with pytest.raises(ConfigError, match="betas"):
-        Adam(3, 0.1, betas=(1.0, 0.9))
+    with pytest.raises(ConfigError, match="lr"):
+        Adam(3, -0.1)
     with pytest.raises(ValueError, match="made for 3"):
         Sgd(3, 0.1).step(np.zeros(4, np.float32), np.zeros(4, np.float32))

@@ -36,8 +36,9 @@ class Trainer(Protocol):
     manifest: Manifest
 
     def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any], key: int = 0) -> Gradient:
-        """Training-mode forward and backward. `x` is [n, *input.shape], `y` as the
-        bundle's target has it, `parameters` float32[d].
+        """Training-mode forward and backward at `parameters` float32[d].
+
+        `x` is [n, *input.shape], `y` as the target has it.
 
         Dropout follows from `key`, 0 .. 2**31 - 2, alone: the same key drops the same entries, on every engine.
 
@@ -62,9 +63,9 @@ class Trainer(Protocol):
 
 
 def load_backend(backend: str) -> Callable[[Bundle, int], Trainer]:
-    """What opens a bundle with the backend "onnxruntime", "torch" or "executorch", and a number of threads.
+    """The function that opens a bundle with this backend, on a number of threads.
 
-    Raises ConfigError for any other, and for one that does not load.
+    Raises ConfigError for a backend that is not installed or does not load.
     """
     opener: Callable[[Bundle, int], Trainer] = load(
         installed(backend), f"training backend {backend!r}", callable, "function that opens a bundle"

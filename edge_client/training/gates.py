@@ -145,8 +145,8 @@ class GroupLasso:
     shape: tuple[int, ...]
     strength: float
 
-    def gradient(self, soft: F32, out: F32) -> float:
-        """Write the gradient with respect to `soft`, float32[n], to `out`; returns the value. Dead groups have none."""
+    def gradient(self, soft: F32, out: F32) -> None:
+        """Write the gradient with respect to `soft`, float32[n], to `out`. Dead groups have none."""
         matrix = soft.reshape(self.shape[0], -1)  # [out, in * kernel]
         square = np.square(matrix, out=out.reshape(matrix.shape))
         ones = np.ones(max(square.shape), np.float32)  # BLAS sums faster than a reduction does
@@ -155,4 +155,3 @@ class GroupLasso:
         row, column = (np.divide(np.float32(self.strength), n, out=np.zeros_like(n), where=n > 0) for n in norms)
         np.add(row[:, None], column.repeat(columns.shape[1]), out=square)
         square *= matrix
-        return self.strength * float(norms[0].sum() + norms[1].sum())

@@ -14,6 +14,8 @@ import numpy as np
 from edge_client.bundle import F32
 from edge_client.errors import ConfigError
 
+BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam, PyTorch's defaults
+
 
 class Optimiser(Protocol):
     """One in-place step after another on vectors of one length."""
@@ -49,11 +51,10 @@ class Sgd:
 class Adam:
     """Adam (Kingma and Ba, 2015) with bias correction. `mean` and `square` are float32[size], `steps` counts steps."""
 
-    def __init__(self, size: int, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
-        if lr < 0 or eps < 0 or not all(0 <= b < 1 for b in betas):
-            raise ConfigError(f"Adam needs lr, eps >= 0 and betas in [0, 1), got {lr}, {eps}, {betas}")
-        self.size, self.lr, self.betas, self.eps = size, lr, betas, eps
-        self.steps = 0
+    def __init__(self, size: int, lr: float) -> None:
+        if lr < 0:
+            raise ConfigError(f"Adam needs lr >= 0, got {lr}")
+        self.size, self.lr, self.steps = size, lr, 0
         self.mean: F32 = np.zeros(size, np.float32)
         self.square: F32 = np.zeros(size, np.float32)
         self._move: F32 = np.empty(size, np.float32)
@@ -79,6 +80,6 @@ class Adam:
     def advance(self) -> tuple[float, ...]:
         """Count one step; its factors b1, 1 - b1, b2, 1 - b2, that of the root with bias corrected, eps, the rate."""
         self.steps += 1
-        b1, b2 = self.betas
+        b1, b2 = BETAS
         root, rate = (1 - b2**self.steps) ** -0.5, self.lr / (1 - b1**self.steps)
-        return b1, 1 - b1, b2, 1 - b2, root, self.eps, rate
+        return b1, 1 - b1, b2, 1 - b2, root, EPS, rate

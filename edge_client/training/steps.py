@@ -21,9 +21,7 @@ from edge_client.training.sgd import Optimiser
 class MaskedStep:
     """The step by numpy. `weights` and `scores` are contiguous float32[n]; `scores` is moved in place."""
 
-    def __init__(
-        self, gate: Gate, weights: F32, scores: F32, optimiser: Optimiser, lasso: GroupLasso | None = None
-    ) -> None:
+    def __init__(self, gate: Gate, weights: F32, scores: F32, optimiser: Optimiser, lasso: GroupLasso | None) -> None:
         if weights.shape != scores.shape or not (weights.flags.c_contiguous and scores.flags.c_contiguous):
             raise ValueError(
                 f"a masked step needs contiguous vectors of one length, not {weights.shape}, {scores.shape}"

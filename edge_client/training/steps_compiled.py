@@ -26,9 +26,7 @@ _GAMMA, _MIX_A, _MIX_B = _U(counter.GAMMA), _U(counter.MIX_A), _U(counter.MIX_B)
 class CompiledStep(MaskedStep):
     """What `MaskedStep` is, equal to rounding, for the gates of gates.py."""
 
-    def __init__(
-        self, gate: Gate, weights: F32, scores: F32, optimiser: Optimiser, lasso: GroupLasso | None = None
-    ) -> None:
+    def __init__(self, gate: Gate, weights: F32, scores: F32, optimiser: Optimiser, lasso: GroupLasso | None) -> None:
         super().__init__(gate, weights, scores, optimiser, lasso)
         self._inner = _F(1.0 if isinstance(gate, SignTanh) else 0.5)  # the slope is inner^2 * (1 - tanh(inner * s)^2)
         self._ref = isinstance(gate, Bernoulli) and gate.ste == "ref"
