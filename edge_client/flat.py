@@ -1,10 +1,9 @@
 """Typed values as flat named arrays, and back: how a method's state, records and kept values are stored.
 
 A value is a dataclass whose fields are arrays, numbers, booleans, text, dataclasses of the same kind, or optional ones
-of these. `to_arrays` writes each field under its name, ``outer.inner`` for nested
-ones. A field that is None is absent, so an optional dataclass has at least one field that is never None. `from_arrays`
-restores an equal value. The result is one safetensors file in the store of either side. What the values mean is the
-method's business.
+of these. `to_arrays` writes each field under its name, ``outer.inner`` for nested ones. A field that is None is absent,
+so an optional dataclass has at least one field that is never None. `from_arrays` restores an equal value. The result is
+one safetensors file in the store of either side.
 """
 
 from __future__ import annotations

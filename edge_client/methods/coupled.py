@@ -204,7 +204,7 @@ class Coupled(BernoulliMasks):
     def fold(
         self, a: Assignment, state: State, total: Any, update: HeadUpdate | Packed, record: Record | None
     ) -> tuple[Any, Record]:
-        """Add a head; or a mask to the counts, and the device's uniforms to what devices will know of the round."""
+        """Add a head; or a mask to the counts, and the device's uniforms to the sums that devices repeat."""
         if isinstance(update, HeadUpdate):
             return super().fold(a, state, total, update, record)[0], Record(a.round, "whole")
         if total is None:
@@ -214,7 +214,7 @@ class Coupled(BernoulliMasks):
         u = counter.uniform(stream, total.theta.size)
         if len(total.streams) < self.references:
             total.cohort.add(total.theta, u)
-        else:  # no device will draw them
+        else:  # no device draws so many
             total.cohort.reference[:] += u < total.theta
         total.streams.append(stream)
         total.masks.add(update)

@@ -90,7 +90,7 @@ class DeltaMask(BernoulliMasks):
         return self.uniforms(a, theta.size) < theta
 
     def kappa_at(self, a: Assignment) -> float:
-        """The share of round `a.round`."""
+        """The share kappa of a round."""
         if self.kappa_end is None:
             return self.kappa
         probing = self.probing(a.model)

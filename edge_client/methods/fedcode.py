@@ -4,9 +4,9 @@ Khalilian, Tsouvalas, Ozcelebi, Meratnia, "FedCode: Communication-Efficient Fede
 Codebooks", arXiv 2311.09270, as its published code has it. All trained parameters share one codebook of `clusters`
 values, the centres of k-means; frozen ones stay as the bundle has them.
 
-- Down: in rounds 1 and 2, in every round that `broadcast_every` divides (f1), and to a device that did not take part in
-  the round before: the codebook and the cluster of every weight, ``clusters.counts``. Else the codebook; the device
-  moves each weight that it kept to the nearest value of the codebook.
+- Down: in rounds 1 and 2, in every round that `broadcast_every` divides (f1), after the last one, and to a device that
+  did not take part in the round before: the codebook and the cluster of every weight, ``clusters.counts``. Else the
+  codebook; the device moves each weight that it kept to the nearest value of the codebook.
 - Up: in round 1 and every round that `request_every` divides (f2), codebook and clusters, of which the server takes the
   mean, weighted by samples. Else the codebook; the server moves each weight of its model to the nearest value of all
   codebooks together.

@@ -15,8 +15,8 @@ Learning", 2024. Algorithm 2, round t on a device:
   other, and to all when a new number of rounds changed the schedule after M_t was made: `values` of theta_t at M_t, and
   ``mask.entropy``, M_t in codec `entropy` with the layer as context.
 - Only weights of maskable layers are pruned. Biases, batch-norm scale and shift and other trained tensors are dense.
-  Statistics travel as `buffers`, or stay on the device. A change is new less old, and the server adds the mean
-  (equation 2 of the paper has the opposite sign, Algorithm 2 subtracts old less new).
+  Statistics travel as `buffers`, or stay on the device. A change is new less old, and its mean is added. The paper's is
+  old less new: Algorithm 2 subtracts its mean, and equation 2 adds it, which moves away from the devices' models.
 - With a codec as setting `up` the change goes up as ``change.CODEC`` (`value_changes`). The residual of `feedback` is
   that of the weights that remain: what is left of a weight's change is dropped when the weight is pruned.
 - `dr` adds FedDR (section III-B): y = M y + alpha (theta - M x), x = argmin f + |x - y|^2 / (2 eta), and the reflection

@@ -106,7 +106,7 @@ class Hermes(Coded):
     kept_type: ClassVar[type[Kept]] = Kept
 
     target: Annotated[float, Field(gt=0, le=1)] = 0.3
-    """The share of live parameters at which a device stops to prune (the paper's r_target)."""
+    """The share of live parameters at which a device stops pruning (the paper's r_target)."""
     rate: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The share of the live parameters that one step removes (r_p)."""
     threshold: FiniteFloat = 0.5

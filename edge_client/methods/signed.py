@@ -1,6 +1,6 @@
 """Signed: FedMask with signs in place of bits, a baseline of HideNseek's tables.
 
-Vallapuram et al., "HideNseek", arXiv 2206.04385, 2022, section 5.1. A live element of the mask is -1 or +1, learned
+Vallapuram et al., "HideNseek", arXiv 2206.04385, 2022, section 4.3. A live element of the mask is -1 or +1, learned
 with forward sign(s) and slope 1 - tanh(s)^2; an element outside a device's structure is 0. Everything else is
 FedMask's: the device prunes after one epoch, elements that two or more devices hold are averaged, one bit each way
 (fedmask.py). As in those tables the head stays on the device and 80 % of the layers before it are kept.

@@ -8,8 +8,8 @@ times their mean magnitude. What it drops is not lost: both sides keep a residua
 - The server's round is ``STC(A + mean of the updates)``, added to w; the rest stays in A. The mean is weighted by
   samples, as FedAvg's, where the paper's is plain.
 - Down: the server's ternary updates of the rounds that a device missed, one after another, which give it w exactly. A
-  new device holds the bundle's weights. The server keeps the updates of the last `history` rounds; a device that missed
-  more, or for whom this is smaller, receives every parameter that ever changed, as float32.
+  new device holds the bundle's weights. The server keeps the updates of the last `history` rounds. A device that missed
+  more receives every parameter that differs from the bundle's, as float32, and so does one for which that is smaller.
 
 Positions cost more than signs. The paper codes them as Golomb gaps. Here both sides know w, so they are coded by
 `entropy` given the tensor and how far the parameter has moved from the bundle's value: what moved before moves again.

@@ -17,7 +17,7 @@ UNLIKE = "joins values of which different channels stay"
 
 
 class Cut:
-    """`axes` are those of the values that lose something, `lengths` of the shape vectors of such.
+    """`axes` has what stays of each value that loses something, `lengths` that of the value whose shape a vector is.
 
     `source` is the graph that is followed or, within a Scan, its body, and `nodes` are those written so far. Nodes that
     make a value of `done` are written already, as a part of an earlier one. `parameters`, moved or not, are zero in

@@ -1,4 +1,4 @@
-"""How coarse Lattice's next moves and changes of N are: what the budget asks for.
+"""How coarse Lattice's next moves and changes of N have to be for the budget.
 
 The server compares the bytes that the rounds left need with what is left of the budget. In the mean a device sends an
 update every n rounds; its downlink grows with n.
@@ -13,7 +13,7 @@ from edge_client.methods.lattice import grid
 from edge_client.methods.lattice.grid import MIDDLE
 from edge_client.methods.lattice.values import State
 
-COARSEST = 2  # levels of a cell above the first moves that the budget asks for
+COARSEST = 2  # levels of a cell above the first moves, at most
 FAR = 4.5  # with n at least this, coarse cells are worth the delay
 SHORT = 6  # a run of SHORT * 2**j rounds suffices for cells j levels above the first moves
 FINER = 1  # levels that moves become finer when cells become coarse: their noise is most of what travels down

@@ -21,7 +21,7 @@ step for each tensor, the federation's cohort K.
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
   the state. With `coarser` above 0, what N lies beside the cells moves to R first.
 - **Down.** How N changed since the one that the device holds (`delivery`). Statistics likewise (`batch_norm`).
-- **Budget.** `levelled` estimates what the rounds left need and asks `levels` for coarser cells or moves.
+- **Budget.** `levelled` estimates what the rounds left need; beyond the budget, cells or moves become coarser.
 - **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one.
 - **Mean.** After the last round N and the statistics are sent as their means over the last rounds (`delivery`).
 - **Pruning.** `current` gives the state at the start of a round: after `prune_after` rounds that of the smaller network

@@ -87,7 +87,7 @@ class Settings(LocalSgd):
 
     @property
     def top(self) -> int:
-        """The highest level of moves that the budget asks for. Not by `rounds`, which an operator may change."""
+        """The highest level to which the budget raises moves. Not by `rounds`, which an operator may change."""
         return MIDDLE + max(0, math.floor(math.log2(TOP / self.quantum)))
 
     def window(self, course: Course) -> int:

@@ -16,7 +16,7 @@ from edge_client.task import Assignment, Course, Personal, Task
 class Network:
     """What the rounds train: the whole network when `units` is None, else the one of these units, cut in memory.
 
-    `course` has it as its model, `origin` the whole one.
+    It is the model of `course`; the whole network is that of `origin`.
     """
 
     origin: Course
@@ -29,11 +29,11 @@ class Network:
         return self.course.model
 
     def assignment(self, a: Assignment) -> Assignment:
-        """The same one, of this network."""
+        """The assignment with this network as its model."""
         return replace(a, course=self.course)
 
     def task(self, task: Task) -> Task:
-        """The same one, of this network."""
+        """The task with this network as its model."""
         return task if self.units is None else task.narrow(self.units.channels)
 
     def buffers(self, whole: F32) -> F32:
