@@ -1,7 +1,7 @@
 """A model as data: the manifest, its parts, and the flat vectors laid out by it.
 
-A bundle is a folder: `manifest.json` and the parts it names with their SHA-256 (`train.onnx`, `eval.onnx`,
-`weights.safetensors`, `model.pt2`, `model-eval.pt2`). Its digest is the SHA-256 of the manifest's bytes. Nothing in it
+A bundle is a folder: `manifest.json` and the parts it names with their SHA-256 (the graphs of `backends.PARTS`, and
+`weights.safetensors` where no seed draws the values). Its digest is the SHA-256 of the manifest's bytes. Nothing in it
 is code.
 
 All parameters lie in one float32 vector of length `manifest.d`, in the order of the parameter table; batch-norm
@@ -38,7 +38,6 @@ Packed = NDArray[np.uint8]  # bits, eight in a byte
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 WARNINGS = "warnings.txt"  # beside the parts, never sent: a line for each thing to know where the bundle is used
-
 
 MAX_TENSORS = 100_000  # rows of a table
 MAX_MANIFEST = 4 << 20  # bytes of a manifest on the wire: it has one row a tensor
@@ -235,6 +234,10 @@ class Manifest(_Data):
                     raise ValueError(f"tensor {tensor.name!r} ends at {end}, at most {MAX_VALUES} values are read")
         if prod(self.input.shape) > MAX_VALUES:
             raise ValueError(f"a sample of shape {self.input.shape} has more than {MAX_VALUES} values")
+        return self
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Manifest:
         if MANIFEST in self.parts:
             raise ValueError(f"a part is named {MANIFEST}, which is the manifest's own name")
         names = [t.name for t in (*self.parameters, *self.buffers)]

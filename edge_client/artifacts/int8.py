@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,7 @@ from edge_client.runtimes.onnx import open_onnx
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
     def __init__(self, name: str, samples: NDArray[Any]) -> None:
-        self._batches: Iterator[dict[str, NDArray[Any]]] = iter(
-            [{name: samples[i : i + BATCH]} for i in range(0, len(samples), BATCH)]
-        )
+        self._batches = ({name: samples[i : i + BATCH]} for i in range(0, len(samples), BATCH))
 
     def get_next(self) -> dict[str, NDArray[Any]] | None:
         return next(self._batches, None)

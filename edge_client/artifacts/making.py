@@ -96,7 +96,8 @@ def make(
         progress(f"proved on {proof.samples} samples")
         return proof
 
-    key = digest(b"\0".join([model, kind.encode(), chosen.version.encode(), _source(chosen), _bytes(calibration)]))
+    used = b"" if calibration is None else calibration.tobytes()
+    key = digest(b"\0".join([model, kind.encode(), chosen.version.encode(), _source(chosen), used]))
     stored = cache / f"{key}.{kind}" if cache is not None else None
     before = _made_before(stored, proved, progress)
     if before is None:
@@ -202,10 +203,6 @@ def _halves(own: NDArray[Any] | None, shape: tuple[int, ...]) -> tuple[NDArray[A
         return None, np.random.default_rng(0).standard_normal((4 * BATCH + 1, *shape), np.float32)
     places = np.linspace(0, len(own) - 1, min(len(own), 2 * SAMPLES)).astype(np.int64)
     return own[places[::2]], own[places[1::2]]
-
-
-def _bytes(samples: NDArray[Any] | None) -> bytes:
-    return b"" if samples is None else samples.tobytes()
 
 
 @contextmanager

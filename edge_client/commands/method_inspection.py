@@ -52,11 +52,8 @@ def method(name: Annotated[str, typer.Argument(help="The method's name, as `mask
     kind = type(made)
     console = _console()
     console.print(name, escape(in_a_line(kind)), "", sep="\n")
-    table, schema, meanings = (
-        _table("setting", "default", "takes", "meaning"),
-        kind.model_json_schema(),
-        descriptions(kind),
-    )
+    table = _table("setting", "default", "takes", "meaning")
+    schema, meanings = kind.model_json_schema(), descriptions(kind)
     for setting, field in kind.model_fields.items():
         default = _default(kind, setting, field.get_default(call_default_factory=True))
         table.add_row(setting, escape(default), escape(_takes(schema["properties"][setting])),

@@ -142,8 +142,7 @@ def predict(
     if as_json:
         print(json.dumps(_json(found)))
         return
-    shown_lines = 0 if out is not None else LINES
-    for line in list(_lines(found, shown_lines)):
+    for line in _lines(found, 0 if out is not None else LINES):
         print(shown(line))
     n = len(found.outputs)
     if out is not None:
