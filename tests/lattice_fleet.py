@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from numpy_mlp import mlp, model, secret
-from rounds import stored
+from rounds import stored, weighed
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.data import DeviceData
@@ -106,7 +106,7 @@ class LatticeFleet:
         total: Any = None
         for place, d in enumerate(devices):
             t = self.task(d, place)
-            self.local[d] = self.method.local_round(t, self.kept.get(d), received[d])
+            self.local[d] = weighed(self.method.local_round(t, self.kept.get(d), received[d]), t.samples)
             self.kept[d] = stored(self.local[d].kept)
             sent = decode(encode(self.change(d, self.local[d].update)))
             if len(sent.arrays.get(MOVES, sent.arrays)) < 4 * self.m.d:

@@ -7,6 +7,7 @@ longer than a round is stored and read again after it, and all that travels is b
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from numpy_mlp import NumpyMlp, clusters, mlp, model, secret
@@ -34,6 +35,12 @@ def stored(value: Any) -> Any:
 
 def size(payload: Payload) -> int:
     return sum(array.nbytes for array in payload.arrays.values())
+
+
+def weighed(local: Local, samples: int) -> Local:
+    """A local round whose update the server's half can read: with the samples that a device's metrics have."""
+    update = replace(local.update, meta={**local.update.meta, "samples": samples})
+    return replace(local, update=update)
 
 
 def with_figures(update: Payload) -> Payload:

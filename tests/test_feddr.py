@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy_mlp import NumpyMlp, clusters, course, mlp
-from rounds import Rounds
+from rounds import Rounds, weighed
 
 from edge_client.bundle import F32, Manifest
 from edge_client.errors import ConfigError, PayloadError
@@ -90,7 +90,8 @@ def test_the_fixed_point_stays() -> None:
     for d, q in OWN.items():
         a, x = Assignment(c, 5, d), state.parameters
         kept = Kept(x, x + np.float32(eta) * q.curvature * (x - q.centre))
-        local = method.local_round(Task(a, q, clusters(M, 1), 0), kept, state)
+        t = Task(a, q, clusters(M, 1), 0)
+        local = weighed(method.local_round(t, kept, state), t.samples)
         assert local.kept.x == pytest.approx(x, abs=1e-4)
         total, _ = method.fold(a, state, total, method.read_update(a, state, None, local.update), None)
     assert method.finish(c, 5, list(OWN), state, total)[0].parameters == pytest.approx(OPTIMUM, abs=1e-4)
@@ -201,7 +202,7 @@ def one_step(kept: Kept | None) -> tuple[Local, F32, Any]:
     def grad(w: F32) -> F32:
         return NumpyMlp(m).gradient(w, NONE, batch.x, batch.y).parameters
 
-    return method.local_round(task, kept, state), state.parameters, grad
+    return weighed(method.local_round(task, kept, state), task.samples), state.parameters, grad
 
 
 def test_one_round_is_y_then_x_then_the_reflection() -> None:

@@ -12,6 +12,7 @@ from edge_kernels.codecs import counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_mlp import NumpyMlp, course, mlp
+from rounds import weighed
 from sign_fleet import MASKED, Fixed, M, SignFleet, first, first_model, fixed_task, grouped, signs_of
 
 from edge_client.bundle import Init, Model, Tensor
@@ -424,7 +425,7 @@ def fleet_update(fleet: SignFleet) -> Payload:
     """An update that is due in the fleet's next round."""
     t = fleet.task("a")
     received = fleet.method.receive(t.assignment, None, fleet.ask("new"))
-    return fleet.method.local_round(t, None, received).update
+    return weighed(fleet.method.local_round(t, None, received), t.samples).update
 
 
 @pytest.mark.parametrize("down", DOWNS)

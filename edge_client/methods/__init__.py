@@ -173,7 +173,7 @@ class Method(BaseModel):
     def read_update(self, a: Assignment, state: Any, record: Any, payload: Payload) -> Any:
         """The update, decoded and checked (names, dtypes, shapes, finite). Raises PayloadError.
 
-        Metadata `samples` is the device's number of training samples, whatever the method itself sent.
+        Metadata `samples` is the device's number of training samples, from its metrics; `local_round` does not add it.
         """
         ...
 

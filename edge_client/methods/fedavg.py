@@ -207,12 +207,11 @@ class FedAvg(Coded):
         return Local(left, update, Personal(trained.parameters, trained.buffers), loss)
 
     def update(self, task: Task, kept: Kept | None, received: Weights, trained: Weights) -> tuple[Payload, Kept | None]:
-        """The trained model, or what it differs from the received one, with its samples; what the device keeps."""
+        """The trained model, or what it differs from the received one; what the device keeps."""
         a, residual = task.assignment, None if kept is None else kept.residual
         m = a.model.manifest
         sent, left = self.uplink.send(a, "parameters", trained.parameters, received.parameters, frozen(m), residual)
-        update = Payload({**sent, "buffers": trained.buffers}, {"samples": task.samples})
-        return update, None if left is None else Kept(left)
+        return Payload({**sent, "buffers": trained.buffers}), None if left is None else Kept(left)
 
     def train(self, task: Task, start: Weights) -> tuple[Weights, float]:
         """The local epochs: the model after them and the last one's mean loss."""

@@ -192,8 +192,7 @@ class FedCode(LocalSgd):
         if self.requests(a.round):
             arrays |= {CLUSTERS: packed(found), "buffers": buffers}
         own = Weights(placed(a.model, found.weights), buffers)
-        update = Payload(arrays, {"samples": task.samples})
-        return Local(Kept(own, a.round), update, Personal(own.parameters, buffers), loss)
+        return Local(Kept(own, a.round), Payload(arrays), Personal(own.parameters, buffers), loss)
 
     def personal(self, task: Task, kept: Kept | None, received: Weights) -> Personal:
         return Personal(received.parameters, received.buffers)

@@ -7,7 +7,7 @@ Parameters of pruned units keep their value on the server, so such a unit can re
 
 - Down: the live `parameters` float32[d'] and `buffers`; metadata `structure` names the units. A device that was not
   sent them before receives `units` too, one bit a unit.
-- Up: `parameters` float32[d'] and `buffers` of the trained network, metadata `samples`. With a codec as setting `up`
+- Up: `parameters` float32[d'] and `buffers` of the trained network. With a codec as setting `up`
   the change of the parameters, ``change.CODEC`` (`value_changes`). The residual of `feedback` is that of the live
   parameters: a device drops what is left of a unit's change when it takes part while the unit is pruned.
 - The paper's mask costs d H(keep) bits each way with every choice, `paper_bytes` counts so.
@@ -182,9 +182,8 @@ class FederatedPruning(Coded):
         residual = None if kept is None else carried(kept.residual, kept.units, units)
         fixed = frozen(a.model.manifest)[units.places]
         sent, left = self.uplink.send(a, "parameters", parameters, start.parameters, fixed, residual)
-        update = Payload({**sent, "buffers": buffers}, {"samples": task.samples})
         trained = units.placed(parameters, buffers, a.model.buffers)
-        return Local(Kept(units.packed, left), update, trained, loss)
+        return Local(Kept(units.packed, left), Payload({**sent, "buffers": buffers}), trained, loss)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The network that the server chose last; statistics of pruned units as initially."""

@@ -395,7 +395,7 @@ class FedMap(Coded):
         arrays, left = self.uplink.send_change(a, change, fixed, self.residual(a.model, kept, live))
         if self.sent_buffers(manifest):
             arrays["buffers"] = buffers
-        update = Payload(arrays, {"samples": task.samples, "fingerprint": fingerprint(packed, values)})
+        update = Payload(arrays, {"fingerprint": fingerprint(packed, values)})
         own = Kept(a.round, packed, values, buffers, Splitting(x[live], y[live]) if dr else None, left)
         return Local(own, update, Personal(x, buffers, unmasked(manifest, received.mask)), loss)
 

@@ -186,20 +186,20 @@ class LGFedAvg(Coded):
 
     def local_round(self, task: Task, kept: Kept | None, received: Weights) -> Local:
         """A few epochs of SGD on all layers, whichever of them travel."""
-        a, model, meta = task.assignment, task.assignment.model, {"samples": task.samples}
+        a, model = task.assignment, task.assignment.model
         parameters, buffers, loss = self.descend(task, received)
         trained = Personal(parameters, buffers)
         residual, fixed = None if kept is None else kept.residual, frozen(model.manifest)
         if self.whole(a.round):
             sent, left = self.uplink.send(a, "parameters", parameters, received.parameters, fixed, residual)
             own = None if left is None else Kept(NOTHING, NOTHING, left)
-            return Local(own, Payload({**sent, "buffers": buffers}, meta), trained, loss)
+            return Local(own, Payload({**sent, "buffers": buffers}), trained, loss)
         head = self.head(model)
         if residual is not None and residual.size == model.manifest.d:  # of the first phase
             residual = head.gather(residual)
         after, before = head.gather(parameters), head.gather(received.parameters)
         sent, left = self.uplink.send(a, "head", after, before, head.gather(fixed), residual)
-        return Local(Kept(self.body(model).gather(parameters), buffers, left), Payload(sent, meta), trained, loss)
+        return Local(Kept(self.body(model).gather(parameters), buffers, left), Payload(sent), trained, loss)
 
     def personal(self, task: Task, kept: Kept | None, received: Weights) -> Personal:
         """The device's body under the global head."""

@@ -3,7 +3,7 @@
 The lower baseline of methods that start from a pre-trained network (DeltaMask, arXiv 2311.17299, table 2). The head is
 the bundle's last layer, its weights and biases.
 
-- Down and up: `head` float32; up also the metadata `samples`. With a codec as setting `up` the head's change goes up,
+- Down and up: `head` float32. With a codec as setting `up` the head's change goes up,
   ``change.CODEC`` (`value_changes`).
 - Batch-norm statistics follow a device's own training and stay there.
 """
@@ -125,7 +125,7 @@ class LinearProbing(Coded):
         residual = None if kept is None else kept.residual
         fixed = np.zeros(part.size, np.bool_)  # what is frozen of the layer does not travel
         sent, left = self.uplink.send(task.assignment, "head", own, received.head, fixed, residual)
-        return Local(Kept(buffers, left), Payload(sent, {"samples": task.samples}), Personal(values, buffers), loss)
+        return Local(Kept(buffers, left), Payload(sent), Personal(values, buffers), loss)
 
     def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The bundle's backbone with the global head and the device's own statistics."""

@@ -274,7 +274,7 @@ class STC(LocalSgd):
         change = sparse.ternary(due, self.keep, self.ends(a.model.manifest))
         update = self.write(a.model, start, change, buffers - start.buffers)
         due[change.positions] -= change.values
-        payload = Payload({UPDATE: u8(update)}, {"samples": task.samples})
+        payload = Payload({UPDATE: u8(update)})
         return Local(Kept(start, received.version, due), payload, Personal(parameters, buffers), loss)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:

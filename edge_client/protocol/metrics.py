@@ -24,9 +24,8 @@ def short(loss: float, *scores: float) -> tuple[float, ...]:
 
 
 def with_metrics(update: Payload, metrics: DeviceMetrics) -> Payload:
-    """The update with its device's metrics, of which `samples` need not stand twice."""
-    own = {key: value for key, value in update.meta.items() if key != _SAMPLES}
-    return replace(update, meta={**own, METRICS: [getattr(metrics, name) for name in _FIELDS]})
+    """The update with its device's metrics."""
+    return replace(update, meta={**update.meta, METRICS: [getattr(metrics, name) for name in _FIELDS]})
 
 
 def split_metrics(content: Payload) -> tuple[Payload, DeviceMetrics]:

@@ -39,7 +39,7 @@ from edge_client.data import DeviceData
 from edge_client.methods.lattice import method as method_module
 from edge_client.methods.lattice.method import Lattice
 from edge_client.methods.lattice.train import train
-from edge_client.protocol.payload import decode, encode
+from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Course, Task
 from edge_client.training import open_trainer
 
@@ -90,7 +90,8 @@ def federation(folder: Path) -> dict[str, float]:
                 received = clock("receive", method.receive, a, kept.get(place), decode(sent[audience]))
                 task = Task(a, trainer, held[place], place)
                 local = clock("local", method.local_round, task, kept.get(place), received)
-                kept[place], updates[place] = local.kept, (a, encode(local.update))
+                update = Payload(local.update.arrays, {"samples": task.samples})
+                kept[place], updates[place] = local.kept, (a, encode(update))
             for place, (a, data_) in updates.items():
                 record = records.get(place)
                 total, records[place] = clock("update", _folded, method, a, state, total, record, data_)

@@ -332,9 +332,7 @@ class Lattice(Settings):
         mine = own.buffers if self.statistics == "local" else received.statistics
         units = None if net.units is None else net.units.packed
         keep = Kept(a.round, received.counts, received.steps, mine, units)
-        return Local(
-            keep, Payload(arrays, {"samples": task.samples}), net.personal(own.parameters, own.buffers), own.loss
-        )
+        return Local(keep, Payload(arrays), net.personal(own.parameters, own.buffers), own.loss)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The global model; after the last round trained on the device's samples, if that does not diverge."""

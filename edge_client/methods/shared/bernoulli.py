@@ -329,8 +329,7 @@ class BernoulliMasks(MaskedNetwork):
         optimiser = Sgd(part.size, self.probe_lr, self.probe_momentum)
         batches = task.batches(self.probe_epochs, self.batch, "probe")
         own, loss = descend_on(part, task, batches, values, buffers, optimiser)
-        update = Payload({"head": own}, {"samples": task.samples})
-        return Local(self.kept_type(buffers), update, Personal(values, buffers), loss)
+        return Local(self.kept_type(buffers), Payload({"head": own}), Personal(values, buffers), loss)
 
     def train(self, task: Task, kept: Any, theta: F64, head: F32) -> tuple[F32, Any, float]:
         """Adam on the scores: the probabilities after it, what the device keeps, and the last epoch's mean loss.

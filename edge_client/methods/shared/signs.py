@@ -296,8 +296,7 @@ class SignMasks(Method):
         sent = changes.encode(self.codec, signs, received.signs, received.contexts(parts.masked))
         left = latents if self.restart == "latent" else None
         own = Kept(parts.local.gather(values), buffers, left, received.units)
-        update = Payload(sent.arrays, {**sent.meta, "samples": task.samples})
-        return Local(own, update, net.personal(values, buffers), loss)
+        return Local(own, sent, net.personal(values, buffers), loss)
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The majority's signs under the device's own head; an untrained head for a device that never took part."""
