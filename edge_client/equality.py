@@ -104,19 +104,8 @@ def prove(
                 f"{list(expected.shape)}; {sides.advice}"
             )
         difference = np.abs(made - expected)
-        floor = float(expected.std()) if probe.ordinary else max(1.0, float(np.abs(probe.x).max()))
-        size = np.abs(expected)
-        common = np.maximum(floor, size.max(axis=1, keepdims=True))
-        apart = np.maximum(spread(expected), np.abs(expected - expected.mean(axis=0)))
-        scale = np.maximum(apart, FAR * size) if probe.ordinary else common
-        columns = _largest(difference, scale)
-        right = columns <= TOLERANCE
-        if not right.all():
-            own = _largest(np.abs(_rows(rounded(probe)) - expected), scale)
-            excused = columns <= ROUNDINGS * np.maximum(own, np.median(own))
-            right |= excused & np.isfinite(columns) & (_largest(difference, common) <= MOST)
-        scaled = float(columns.max())
-        if not right.all():
+        scaled, equal = _compared(probe, expected, difference, rounded)
+        if not equal:
             raise CompactionError(
                 f"on {probe.name} {sides.found}'s outputs differ from {sides.reference}'s by {difference.max():.3g} "
                 f"({scaled:.3g} of their scale, {TOLERANCE:g} allowed); {sides.advice}"
@@ -125,6 +114,24 @@ def prove(
         if probe.ordinary:
             largest = max(largest, float(difference.max()))
     return largest, worst
+
+
+def _compared(
+    probe: Probe, expected: NDArray[np.float64], difference: NDArray[np.float64], rounded: Outputs
+) -> tuple[float, bool]:
+    """The largest of the differences [n, k] from `expected` in units of its scale, and whether all are allowed."""
+    floor = float(expected.std()) if probe.ordinary else max(1.0, float(np.abs(probe.x).max()))
+    size = np.abs(expected)
+    common = np.maximum(floor, size.max(axis=1, keepdims=True))
+    apart = np.maximum(spread(expected), np.abs(expected - expected.mean(axis=0)))
+    scale = np.maximum(apart, FAR * size) if probe.ordinary else common
+    columns = _largest(difference, scale)
+    right = columns <= TOLERANCE
+    if not right.all():
+        own = _largest(np.abs(_rows(rounded(probe)) - expected), scale)
+        excused = columns <= ROUNDINGS * np.maximum(own, np.median(own))
+        right |= excused & np.isfinite(columns) & (_largest(difference, common) <= MOST)
+    return float(columns.max()), bool(right.all())
 
 
 def nudged(probe: Probe, *tensors: NDArray[Any]) -> list[NDArray[Any]]:

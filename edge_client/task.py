@@ -92,6 +92,25 @@ class Batch:
         return len(self.y)
 
 
+class EpochLoss:
+    """The mean loss of the last epoch, weighted by samples."""
+
+    def __init__(self) -> None:
+        self._epoch, self._sum, self._samples = -1, 0.0, 0
+
+    def add(self, batch: Batch, gradient: Gradient) -> None:
+        """Count one step."""
+        if batch.epoch != self._epoch:
+            self._epoch, self._sum, self._samples = batch.epoch, 0.0, 0
+        self._sum += gradient.loss * len(batch)
+        self._samples += len(batch)
+
+    @property
+    def mean(self) -> float:
+        """The mean so far; 0.0 before the first step."""
+        return self._sum / max(1, self._samples)
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a pass over the training samples is: `step` of `steps`, in `epoch` of `epochs`, all counted from 1.
@@ -139,7 +158,7 @@ class Task:
     secret: int
     watch: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
     """Called after every step."""
-    _mean: EpochLoss = field(default_factory=lambda: EpochLoss(), init=False, repr=False, compare=False)
+    _mean: EpochLoss = field(default_factory=EpochLoss, init=False, repr=False, compare=False)
     _steps: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
 
     @property
@@ -217,22 +236,3 @@ class Task:
         for shared in ("_steps", "_mean"):  # one count for all of a round's steps
             object.__setattr__(made, shared, getattr(self, shared))
         return made
-
-
-class EpochLoss:
-    """The mean loss of the last epoch, weighted by samples."""
-
-    def __init__(self) -> None:
-        self._epoch, self._sum, self._samples = -1, 0.0, 0
-
-    def add(self, batch: Batch, gradient: Gradient) -> None:
-        """Count one step."""
-        if batch.epoch != self._epoch:
-            self._epoch, self._sum, self._samples = batch.epoch, 0.0, 0
-        self._sum += gradient.loss * len(batch)
-        self._samples += len(batch)
-
-    @property
-    def mean(self) -> float:
-        """The mean so far; 0.0 before the first step."""
-        return self._sum / max(1, self._samples)
