@@ -37,7 +37,7 @@ Bits = NDArray[np.bool_]
 Packed = NDArray[np.uint8]  # bits, eight in a byte
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
-WARNINGS = "warnings.txt"  # beside the parts, never sent: a line for each thing to know where the bundle is used
+WARNINGS = "warnings.txt"  # beside the parts, never sent: what users of the bundle should know, a line each
 
 MAX_TENSORS = 100_000  # rows of a table
 MAX_MANIFEST = 4 << 20  # bytes of a manifest on the wire: it has one row a tensor
@@ -139,7 +139,7 @@ class About(_Data):
     normalisation: Normalisation | None = None
     """What raw samples go through before the module."""
     between: Between | None = None
-    """The lowest and the highest value of samples that go through nothing."""
+    """The lowest and the highest value of samples that are not normalised."""
 
 
 Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -268,7 +268,7 @@ class Manifest(_Data):
         return {t.name: t for t in (*self.parameters, *self.buffers)}
 
     def to_bytes(self) -> bytes:
-        """The manifest's canonical JSON; what need not be said is left out where nothing is."""
+        """The manifest's canonical JSON, without those optional entries that are empty."""
         silent: dict[str, Any] = {} if self.class_names else {"class_names": True}
         silent["input"] = {name for name in ("normalisation", "between", "ids") if getattr(self.input, name) is None}
         return (self.model_dump_json(indent=1, exclude=silent) + "\n").encode()

@@ -29,7 +29,7 @@ MOST = 0.1  # of all outputs' scale: an error that no rounding excuses
 SAMPLES = 16  # of each kind of probe
 FEW = 8  # samples below which one output's standard deviation means little
 FAR = 0.05  # of an output's size: `TOLERANCE` of it is four roundings of the output to float32
-LARGE = 100.0  # magnitude of the extreme inputs; a trained model sees about 1
+LARGE = 100.0  # magnitude of the extreme inputs; models are trained on values of about 1
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def load(entry: EntryPoint, what: str, fits: Callable[[Any], bool], kind: str) -
 
 
 def subclass_of(base: type) -> Callable[[Any], bool]:
-    """Whether an object is a subclass of `base` that has instances."""
+    """A test of objects: whether one is a subclass of `base` that can have instances."""
     return lambda found: isinstance(found, type) and issubclass(found, base) and not isabstract(found)
 
 

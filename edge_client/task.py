@@ -38,7 +38,7 @@ SCORE_BATCH = 512  # samples per forward pass: bounds a device's memory, changes
 class Course:
     """What stays the same through a federation, as both sides know it.
 
-    `cohort` is the number of devices asked in a round.
+    `cohort` is the number of devices that a round draws.
     """
 
     model: Model

@@ -64,7 +64,7 @@ class Int8:
         _store_transposes(graph)
         progress(f"calibrating on {len(samples)} samples")
         level = logging.root.level
-        logging.root.setLevel(logging.ERROR)  # which it advises a step on that compaction has done
+        logging.root.setLevel(logging.ERROR)  # it warns that the model was not prepared, which compaction has done
         try:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "int8.onnx"

@@ -309,8 +309,8 @@ class FedMap(Coded):
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
         before = state.buffers if update.buffers.size else NOTHING
-        return Influence(distance(update.change, np.zeros_like(update.change)), update.weight,
-                         distance(update.buffers, before))  # fmt: skip
+        change = distance(update.change, np.zeros_like(update.change))
+        return Influence(change, update.weight, distance(update.buffers, before))
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
         """The changes of parameters and statistics times `scale`."""

@@ -85,7 +85,7 @@ class HideNseek(SignMasks):
 def flowing(model: ByIdentity, groups: tuple[str, ...], keep: float, iterations: int) -> Units:
     """The units that stay of these groups and all others. Raises ValueError where SynFlow cannot follow the layers.
 
-    Kept, because every round asks how many signs travelled.
+    Cached, because `exchanged` needs them in every round.
     """
     whole: Model = model.value
     m = whole.manifest

@@ -170,19 +170,18 @@ class LGFedAvg(Coded):
             return read_state(a.model, downlink)
         head, body = self.head(a.model), self.body(a.model)
         allow_only(downlink, "head", "body", "statistics")
-        own = kept
         if kept is not None and (kept.body.size != body.size or kept.buffers.shape != a.model.buffers.shape):
-            own = None
+            kept = None
         if "body" in downlink.arrays:
             buffers = vector(downlink, "statistics", a.model.manifest.buffers_d)
             sent = Kept(vector(downlink, "body", body.size), buffers)
-            own = own or sent  # a device that was left out after its first update with a head keeps its body
-        if own is None:
+            kept = kept or sent  # a device that was left out after its first update with a head keeps its body
+        if kept is None:
             raise LostError("a head without a body was received, and this device holds no body of this model")
         parameters = a.model.parameters.copy()
         head.scatter(vector(downlink, "head", head.size), parameters)
-        body.scatter(own.body, parameters)
-        return Weights(parameters, own.buffers)
+        body.scatter(kept.body, parameters)
+        return Weights(parameters, kept.buffers)
 
     def local_round(self, task: Task, kept: Kept | None, received: Weights) -> Local:
         """A few epochs of SGD on all layers, whichever of them travel."""

@@ -125,7 +125,5 @@ def influence(start: Weights, update: Update) -> Influence:
 
 def limited(start: Weights, update: Update, scale: float, weight: float) -> Update:
     """The update with its changes of parameters and statistics times `scale`."""
-    parameters, buffers = (
-        toward(a, b, scale) for a, b in ((start.parameters, update.parameters), (start.buffers, update.buffers))
-    )
-    return Update(parameters, buffers, weight)
+    parameters = toward(start.parameters, update.parameters, scale)
+    return Update(parameters, toward(start.buffers, update.buffers, scale), weight)

@@ -103,7 +103,7 @@ class Received:
         return majority
 
     def contexts(self, masked: Blocks) -> NDArray[np.uint16]:
-        """What tells how likely a flip is: the votes, in at most 32 levels, and where the weight lies, in 128."""
+        """The contexts of a flip: the votes, in at most 32 levels, and where the weight lies, in 128."""
         votes = self.plus.astype(np.uint64) * _LEVELS // max(_LEVELS, self.votes + 1)
         blocks = np.arange(len(masked.blocks)) * _PLACES // max(_PLACES, len(masked.blocks))
         places = np.repeat(blocks, [b.size for b in masked.blocks]).astype(np.uint16)
