@@ -27,10 +27,9 @@ def whole_size(net: Network) -> int:
 
 
 def live(net: Network) -> NDArray[np.int64]:
-    """Where the network's counts lie among those of the whole one, int64[n]."""
+    """Where a smaller network's counts lie among those of the whole one, int64[n]."""
+    assert net.units is not None
     part = trainable(net.origin.model.manifest)
-    if net.units is None:
-        return np.arange(part.size)
     place = np.zeros(net.origin.model.manifest.d, np.int64)
     part.scatter(np.arange(part.size), place)
     return on_grid(net).gather(place[net.units.places])
