@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from coord_server.store.metadata import Metadata
 from coord_server.store.tables import Seen
 from edge_client.errors import StorageFullError, StorageUnreachableError
 from edge_client.methods.fedavg import FedAvg
-from edge_client.protocol.messages import Enrol, Failure, Wait
+from edge_client.protocol.messages import Enrol, Failure, Report, Wait
 
 FED = "/v1/federations/fed"
 
@@ -266,6 +267,38 @@ def test_only_devices_that_changed_are_written(tmp_path: Path, monkeypatch: pyte
             await devices.flush()
             await devices.flush()
             assert written == [{"b"}]
+
+    asyncio.run(main())
+
+
+def test_reports_at_once_are_written_one_write_at_a_time_those_that_wait_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "b", "c")
+            devices = room(fleet)
+            await devices.flush()
+            written: list[list[str]] = []
+            save, one = Metadata.save_seen, threading.Lock()
+
+            def noted(self: Metadata, federation: str, seen: dict[str, Seen]) -> None:
+                assert one.acquire(blocking=False), "two writes at once, which PostgreSQL may refuse"
+                time.sleep(0.05)
+                written.append(list(seen))
+                one.release()
+                if len(written) == 1:
+                    raise StorageFullError("full")
+                save(self, federation, seen)
+
+            monkeypatch.setattr(Metadata, "save_seen", noted)
+            scores = {"b": 0.1, "a": 0.2, "c": 0.3}
+            reports = {d: Report(score=s, test_samples=4, parameters_dense=12, parameters_compact=3)
+                       for d, s in scores.items()}  # fmt: skip
+            ends = await asyncio.gather(*(devices.report(d, r) for d, r in reports.items()), return_exceptions=True)
+            assert [type(end) for end in ends] == [StorageFullError, type(None), type(None)]
+            assert written == [["b"], ["a", "c", "b"]]  # what a write did not store is stored by the next
+            assert {d.device: d.report for d in await devices.listed()} == reports
 
     asyncio.run(main())
 

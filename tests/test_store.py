@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from coord_server import auth, store
@@ -227,6 +228,18 @@ def test_an_update_and_the_engines_state_are_written_together_or_not_at_all(tmp_
     (device,) = again.devices("fed")
     assert (device.updates, device.bytes_up, device.bytes_down, device.last_seen_at) == (1, 6, 11, 3.0)
     assert device.down_work == 5
+
+
+def test_devices_are_written_in_one_order_so_that_no_two_writers_wait_for_each_other(tmp_path: Path) -> None:
+    data, order = database(tmp_path), list[str]()
+
+    def noted(_c: Any, _cursor: Any, _text: str, rows: Any, _context: Any, many: bool) -> None:
+        if many:
+            order.extend(row[-1] for row in rows)
+
+    event.listen(data.database.engine, "before_cursor_execute", noted)
+    data.save_seen("fed", {name: Seen(1.0) for name in ("b", "c", "a")})
+    assert order == ["a", "b", "c"]
 
 
 def test_a_commit_over_another_version_writes_nothing(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Devices:
         self._polls: dict[str, asyncio.Event] = {}  # of each device whose long poll is open here
         self._agents: dict[str, str] = {}  # what each device said last that it is
         self._unwritten: dict[str, Seen] = {}
+        self._writing = asyncio.Lock()  # held by the one write under way
         self._queried: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._flushing: asyncio.Task[None] | None = None
@@ -234,16 +235,20 @@ class Devices:
             log.error("%s: %s", self.id, error)
 
     async def flush(self) -> None:
-        """Write what happened to devices since their rows were written. Raises StateError."""
-        seen, self._unwritten = self._unwritten, {}
-        if not seen:
-            return
-        try:
-            await asyncio.to_thread(self._metadata.save_seen, self.id, seen)
-        except StateError:
-            for device, s in seen.items():
-                self._change(device).add(s)
-            raise
+        """Write what happened to devices since their rows were written. Raises StateError.
+
+        One write at a time: all that happens during it is written together by the next.
+        """
+        async with self._writing:
+            seen, self._unwritten = self._unwritten, {}
+            if not seen:
+                return
+            try:
+                await asyncio.to_thread(self._metadata.save_seen, self.id, seen)
+            except StateError:
+                for device, s in seen.items():
+                    self._change(device).add(s)
+                raise
 
     async def report(self, device: str, report: Report) -> None:
         """Store a device's report, with all that is not written yet: it asks for nothing again. Raises StateError."""

@@ -313,11 +313,11 @@ class Metadata:
 
     def save_seen(self, federation: str, seen: Mapping[str, Seen]) -> None:
         """Store what happened to devices."""
-        rows = [
+        rows = [  # in one order: PostgreSQL ends one of two writers that each wait for a row of the other
             {"b_federation": federation, "b_device": device, "b_at": s.at, "b_down": s.bytes_down,
              "b_last": s.last_down, "b_report": s.report, "b_agent": s.agent,
              **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
-            for device, s in seen.items()
+            for device, s in sorted(seen.items())
         ]  # fmt: skip
         with self.database.writing() as c:
             c.execute(_SAVE_SEEN, rows)
