@@ -303,6 +303,30 @@ def test_reports_at_once_are_written_one_write_at_a_time_those_that_wait_togethe
     asyncio.run(main())
 
 
+def test_a_report_that_is_written_later_than_asked_is_no_fault_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a")
+            report = Report(score=0.5, test_samples=4, parameters_dense=12, parameters_compact=3)
+
+            def fails(*_: object) -> None:
+                raise StorageFullError("full")
+
+            with monkeypatch.context() as m:
+                m.setattr(Metadata, "save_seen", fails)
+                with pytest.raises(StorageFullError):
+                    await live(fleet).report("a", report)
+            fault = "the report of 'a' could not be written down: full"
+            assert (await fleet.operator("GET", FED)).json()["fault"] == fault
+            await room(fleet).flush()
+            assert (await fleet.operator("GET", FED)).json()["fault"] is None
+            assert (await room(fleet).listed())[0].report == report
+
+    asyncio.run(main())
+
+
 def test_devices_that_arrive_together_are_written_together_and_a_fault_reaches_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

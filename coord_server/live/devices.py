@@ -249,6 +249,8 @@ class Devices:
                 for device, s in seen.items():
                     self._change(device).add(s)
                 raise
+        for device in (d for d, s in seen.items() if s.report):
+            self._faults.clear(f"report of {device}")  # of one that could not be written at first
 
     async def report(self, device: str, report: Report) -> None:
         """Store a device's report, with all that is not written yet: it asks for nothing again. Raises StateError."""
