@@ -1,11 +1,12 @@
 """Bundles by name: those that come with an installed package, and folders.
 
 An entry point of the group `maskfleet.bundles` names a folder of a package as "package:folder"; every folder in it that
-holds a manifest is a bundle under its own name. The package is not imported.
+holds a manifest is a bundle under its own name. The package is not imported, only those that it lies in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,11 +19,19 @@ def packaged() -> dict[str, Path]:
     """The folder of every bundle that an installed package brings, by name; of two of one name maskfleet's own."""
     found: dict[str, Path] = {}
     for entry in sorted(installed("maskfleet.bundles").values(), key=ours, reverse=True):
-        spec = find_spec(entry.module)
-        for package in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for package in _folders(entry.module):
             for manifest in sorted(Path(package, entry.attr).glob(f"*/{MANIFEST}")):
                 found.setdefault(manifest.parent.name, manifest.parent)
     return found
+
+
+def _folders(package: str) -> Sequence[str]:
+    """Where an installed package lies; nowhere when it, or one that it lies in, cannot be found."""
+    try:
+        spec = find_spec(package)
+    except ImportError:
+        return ()
+    return (spec and spec.submodule_search_locations) or ()
 
 
 def bundle_path(name: str, beside: Path = Path()) -> Path:

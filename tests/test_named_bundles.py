@@ -24,7 +24,7 @@ def test_every_packaged_bundle_opens_by_its_name() -> None:
         assert Bundle.open(folder).part("eval.onnx").is_file()
 
 
-def test_a_bundle_of_another_package_does_not_replace_ours_of_its_name(
+def test_a_bundle_of_another_package_does_not_replace_ours_and_a_package_that_is_gone_hides_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("digits", "theirs"):
@@ -32,8 +32,8 @@ def test_a_bundle_of_another_package_does_not_replace_ours_of_its_name(
         (tmp_path / "aaa" / "models" / name / MANIFEST).touch()
     (tmp_path / "aaa" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    ours, entry = packaged(), EntryPoint("aaa", "aaa:models", "maskfleet.bundles")
-    monkeypatch.setattr(extras, "entry_points", lambda group: [entry, *entry_points(group=group)])
+    ours, added = packaged(), [EntryPoint(p, f"{p}:models", "maskfleet.bundles") for p in ("aaa", "gone", "gone.too")]
+    monkeypatch.setattr(extras, "entry_points", lambda group: [*added, *entry_points(group=group)])
     assert packaged() == {**ours, "theirs": tmp_path / "aaa" / "models" / "theirs"}
 
 
