@@ -65,9 +65,10 @@ def encode(name: str, values: NDArray[Any], stream: int) -> bytes:
     chosen = codec(name)
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(values, np.float32)
-    if array.ndim != 1 or not bool(np.isfinite(array).all()):
+    largest = np.abs(array).max(initial=0)  # NaN where one is
+    if array.ndim != 1 or not np.isfinite(largest):
         raise CodecError("a value codec takes a flat vector of numbers that are finite in float32")
-    if (largest := np.abs(array).max(initial=0)) > np.float32(chosen.most):
+    if largest > np.float32(chosen.most):
         raise CodecError(f"a value of magnitude {largest:.6g} is beyond the range of {name}, {chosen.most:.6g}")
     return chosen.encode(array, stream)
 
