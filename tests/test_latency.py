@@ -10,7 +10,7 @@ from sequential_bundle import Act, Linear, random_personal, sequential_bundle
 
 from edge_client.compaction.personal import write_dense
 from edge_client.errors import ConfigError
-from edge_client.measure.latency import latency
+from edge_client.measure.latency import FEWEST, latency
 
 
 def model(folder: Path, width: int) -> Path:
@@ -35,3 +35,11 @@ def test_what_cannot_be_timed_is_told(tmp_path: Path) -> None:
         latency([path], np.zeros((1, 3), np.float32))
     with pytest.raises(ConfigError, match=r"cannot open .*missing\.onnx"):
         latency([tmp_path / "missing.onnx"], np.zeros((1, 64), np.float32))
+
+
+def test_a_slow_model_is_timed_for_some_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("edge_client.measure.latency.onnx_call", lambda *given: lambda: calls.append(1))
+    monkeypatch.setattr("edge_client.measure.latency.SECONDS", 0.0)
+    latency([b"slow"], np.zeros((1, 64), np.float32))
+    assert len(calls) == 1 + FEWEST

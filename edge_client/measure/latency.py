@@ -1,7 +1,7 @@
 """Wall and CPU time of calls on this machine, taken in turns, and what is said of them.
 
-Calls to be compared are timed in turns, one each, so that a busy moment or a change of clock affects all of them: their
-ratio is then far steadier than either figure.
+Calls to be compared are timed in turns, so that a busy moment or a change of clock affects all of them: their ratio is
+then far steadier than either figure.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ F64 = NDArray[np.float64]
 WARM_UP = 20
 RUNS = 200
 FEWEST = 20  # runs that are made however long they take
+SECONDS = 20.0  # that `latency` takes, if these hold the fewest runs
 WARM_SHARE = 0.25  # of the seconds, that the warm-up may take
 PERCENTILES = (50, 90, 99)
-RESAMPLES = 1000
 SURE = 0.95  # of an interval
 
 
@@ -45,31 +45,36 @@ def in_turns(
 ) -> Times:
     """Time `calls` in turns, after `warm_up` turns: `runs` turns, or as many as fit in `seconds`, at least `fewest`.
 
-    The warm-up is part of `seconds` and ends with a quarter of them, after one turn at least.
-    Each turn has an order of its own: the first call after another finds a colder cache.
+    The warm-up is part of `seconds` and ends with a quarter of them, after one turn at least. Each turn has an order of
+    its own. In a turn each of several calls is made twice, and the second is timed: the call before it was another
+    model's, whose weights are then in the cache, and a small model would lose more by that than a large one.
     """
     if runs < 1 or warm_up < 0 or not calls:
         raise ConfigError(f"runs = {runs}, warm_up = {warm_up}, {len(calls)} calls: need 1, 0 and 1 at least")
-    order = np.random.default_rng(0)
-    found = np.empty((2, len(calls), runs))
-    begin, done = time.perf_counter(), 0
-    for run in range(-warm_up, runs):
-        gone = time.perf_counter() - begin
-        if -warm_up < run < 0 and gone > WARM_SHARE * seconds:
-            continue
-        if run >= min(fewest, runs) and gone > seconds:
+    begin, order = time.perf_counter(), np.random.default_rng(0)
+    for turn in range(warm_up):
+        if turn and time.perf_counter() - begin > WARM_SHARE * seconds:
             break
-        for index in order.permutation(len(calls)):
-            call = calls[index]
-            cpu = time.process_time_ns()
-            wall = time.perf_counter_ns()
+        for call in calls:
             call()
-            taken = time.perf_counter_ns() - wall, time.process_time_ns() - cpu
-            if run >= 0:
-                found[:, index, run] = taken
-        done = run + 1
-    found = found[:, :, :done] / 1e6
-    return Times(found[0], found[1])
+    found: list[F64] = []
+    while len(found) < min(fewest, runs) or (len(found) < runs and time.perf_counter() - begin <= seconds):
+        taken = np.empty((len(calls), 2))
+        for index in order.permutation(len(calls)):
+            if len(calls) > 1:
+                calls[index]()
+            taken[index] = _timed(calls[index])
+        found.append(taken)
+    wall, cpu = np.array(found).transpose(2, 1, 0) / 1e6
+    return Times(wall, cpu)
+
+
+def _timed(call: Callable[[], object]) -> tuple[int, int]:
+    """Nanoseconds of a call: wall clock, and processor time of all threads."""
+    cpu = time.process_time_ns()
+    wall = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - wall, time.process_time_ns() - cpu
 
 
 @dataclass(frozen=True)
@@ -102,24 +107,15 @@ def _digits(value: Any) -> Any:
 
 
 def summary(times: F64) -> Summary:
-    """Percentiles with intervals, each the wider of two at either end.
-
-    One lies between two of the sorted times, and holds for any distribution. The other is by a bootstrap over blocks
-    of neighbours, as a busy moment lasts for several runs: alone it is too short where few runs lie beyond.
-    """
+    """Percentiles, each with an interval between two of the sorted times, which holds for any distribution."""
     n, rising = len(times), np.sort(times)
-    block = max(1, round(n ** (1 / 3)))
-    starts = np.random.default_rng(0).integers(0, n, (RESAMPLES, -(-n // block)))
-    chosen = (starts[:, :, None] + np.arange(block)).reshape(RESAMPLES, -1)[:, :n] % n
-    again = np.percentile(times[chosen], PERCENTILES, axis=1)
-    ends = np.percentile(again, [50 * (1 - SURE), 50 * (1 + SURE)], axis=1)
-    p50, p90, p99 = (float(v) for v in np.percentile(times, PERCENTILES))
 
-    def interval(percent: int, low: float, high: float) -> tuple[float, float] | None:
+    def interval(percent: int) -> tuple[float, float] | None:
         places = ranks(n, percent / 100)
-        return None if places is None else (float(min(low, rising[places[0]])), float(max(high, rising[places[1]])))
+        return None if places is None else (float(rising[places[0]]), float(rising[places[1]]))
 
-    i50, i90, i99 = (interval(percent, *both) for percent, both in zip(PERCENTILES, ends.T, strict=True))
+    p50, p90, p99 = (float(v) for v in np.percentile(rising, PERCENTILES))
+    i50, i90, i99 = map(interval, PERCENTILES)
     mean = float(times.mean())
     return Summary(p50, p90, p99, i50, i90, i99, mean, float(times.std() / mean) if mean else 0.0, n)
 
@@ -143,5 +139,5 @@ def latency(models: Sequence[Path | bytes], x: NDArray[Any], threads: int = 1) -
     `models` are files or serialised models. Raises ConfigError when a model does not open or does not take `x`.
     """
     calls = [onnx_call(model, x, threads) for model in models]
-    wall = in_turns(calls).wall
+    wall = in_turns(calls, seconds=SECONDS).wall
     return tuple(float(np.median(t)) for t in wall)
