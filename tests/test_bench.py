@@ -624,6 +624,32 @@ def test_two_reports_are_compared_row_by_row(digits: Path, tmp_path: Path) -> No
     assert "is no report" in str(invoke("bench", "compare", path, tmp_path / "c.json").exception)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({}, {"p50": 9.6}, ("no difference", "no difference", "no difference")),  # as two starts of one model
+        ({}, {"p50": 8.0}, ("faster", "no difference", "no difference")),
+        ({"p50": 8.0}, {}, ("slower", "no difference", "no difference")),
+        ({"interval": [6.0, 12.0]}, {"p50": 8.0}, ("no difference", "no difference", "no difference")),
+        ({}, {"joules": 0.5, "model_mb": 40.0}, ("no difference", "2.00x less", "2.00x more")),
+        ({"joules_error": 0.3}, {"joules": 0.5}, ("no difference", "no difference", "no difference")),
+        ({}, {"joules": -0.1, "model_mb": None}, ("no difference", "-", "-")),
+    ],
+)
+def test_a_difference_is_more_than_two_starts_of_one_model_differ_by(
+    first: dict[str, Any], second: dict[str, Any], said: tuple[str, str, str]
+) -> None:
+    def with_row(changed: dict[str, Any]) -> dict[str, Any]:
+        p50 = changed.get("p50", 10.0)
+        wall = {"p50": p50, "p50_interval": changed.get("interval", [p50 - 0.01, p50 + 0.01])}
+        row = {"variant": "v", "engine": "e", "threads": 1, "wall_ms": wall, "joules": 1.0, "joules_error": 0.01,
+               "model_mb": 20.0, **changed}  # fmt: skip
+        return {"rows": [row], "variants": {}}
+
+    (pair,) = compare.pairs(with_row(first), with_row(second))
+    assert (pair.verdict, pair.joules, pair.memory) == said
+
+
 # --- a phone
 
 

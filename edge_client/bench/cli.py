@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperGroup
 
 from edge_client.bench import android, compare, measure, plots
 from edge_client.bench import report as reports
 from edge_client.bench.subject import Subject, find_subject
+from edge_client.bench.tables import plain_table
 from edge_client.bench.training import Training, made_data, training
 from edge_client.bench.variants import MAKERS, Variant
 from edge_client.cli import PLAIN
@@ -208,22 +207,20 @@ def compare_(
     first: Annotated[Path, typer.Argument(help="A report.json, or the folder that holds it.")],
     second: Annotated[Path, typer.Argument(help="Another one.")],
 ) -> None:
-    """Compare two reports: ratio of the medians, and whether it is more than chance."""
+    """Compare two reports: ratio of the medians, and whether it is more than two starts may differ by."""
     a, b = compare.read(first), compare.read(second)
     found = compare.pairs(a, b)
     if not found:
         raise ConfigError(
             f"{first} and {second} have no row of the same variant, engine and threads; measure both alike"
         )
-    engines = len({p.engine for p in found}) > 1
-    table = Table("variant", *["engine"] * engines, "thr", "ms", "second is", "joules", "memory", box=SIMPLE_HEAD,
-                  show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
+    several = len({p.engine for p in found}) > 1
+    table = plain_table()
+    for head in ("variant", *["engine"] * several, "thr", "ms", "second is", "joules", "memory"):
+        table.add_column(head)
     for p in found:
-        more = (
-            "-" if v is None else f"{v:.2f}x less" if v >= 1 else f"{1 / v:.2f}x more" for v in (p.joules, p.memory)
-        )
-        figures = (f"{reports.figure(p.first)} -> {reports.figure(p.second)}", f"{p.ratio:.2f}x, {p.verdict}", *more)
-        table.add_row(escape(p.variant), *[p.engine] * engines, str(p.threads), *figures)
+        figures = f"{reports.figure(p.first)} -> {reports.figure(p.second)}", f"{p.ratio:.2f}x, {p.verdict}"
+        table.add_row(escape(p.variant), *[p.engine] * several, str(p.threads), *figures, p.joules, p.memory)
     console = Console(emoji=False)
     console.print(table)
     for text in compare.cautions(a, b):

@@ -1,11 +1,11 @@
-"""Two reports side by side: which rows both have, their ratio, and whether it is more than chance."""
+"""Two reports side by side: which rows both have, their ratio, and whether it is more than two starts may differ by."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import hypot, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ PARTS: Mapping[str, type] = {"model": str, "input": dict, "machine": dict, "warn
                             "settings": dict}  # fmt: skip
 SAME = ("board", "processor", "architecture", "cores", "usable_cores", "frequency_mhz", "memory_mb", "virtual",
         "governor", "kernel", "engines")  # fmt: skip
+NEAR = 1.05  # two starts of one model on one machine differ by up to this: where memory lies, what else runs
+SURE = 2.0  # standard deviations of the joules' difference
 
 
 @dataclass(frozen=True)
@@ -28,22 +30,9 @@ class Pair:
     first: float
     second: float
     ratio: float
-    sure: bool | None
-    """Whether the two medians' intervals do not overlap; None where a report has too few runs for one."""
-    joules: float | None
-    """The first's joules over the second's."""
-    memory: float | None
-    same: bool = True
-    """Whether both files have equal bytes and multiply-adds."""
-
-    @property
-    def verdict(self) -> str:
-        """In a word."""
-        if not self.same:
-            return "another model"
-        if self.sure is None:
-            return "too few runs"
-        return "no difference" if not self.sure else "faster" if self.ratio > 1 else "slower"
+    verdict: str
+    joules: str
+    memory: str
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -84,13 +73,35 @@ def pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Pair]:
         if other is None:
             continue
         a, b = row["wall_ms"], other["wall_ms"]
-        one, two = a["p50_interval"], b["p50_interval"]
-        apart = None if one is None or two is None else one[0] > two[1] or two[0] > one[1]
-        found.append(
-            Pair(*_key(row), a["p50"], b["p50"], a["p50"] / b["p50"], apart, _ratio(row, other, "joules"),
-                 _ratio(row, other, "model_mb"), _alike(first, second, row["variant"]))
-        )  # fmt: skip
+        verdict = _verdict(a, b) if _alike(first, second, row["variant"]) else "another model"
+        doubt = SURE * hypot(row.get("joules_error", 0.0), other.get("joules_error", 0.0))
+        joules = _less(row.get("joules"), other.get("joules"), doubt)
+        memory = _less(row.get("model_mb"), other.get("model_mb"))
+        found.append(Pair(*_key(row), a["p50"], b["p50"], a["p50"] / b["p50"], verdict, joules, memory))
     return found
+
+
+def _verdict(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Whether the second times are shorter, in a word: medians that are near, or whose intervals overlap, are equal."""
+    one, two = a["p50_interval"], b["p50_interval"]
+    if one is None or two is None:
+        return "too few runs"
+    if _near(a["p50"], b["p50"]) or (one[0] <= two[1] and two[0] <= one[1]):
+        return "no difference"
+    return "faster" if a["p50"] > b["p50"] else "slower"
+
+
+def _less(a: float | None, b: float | None, doubt: float = 0.0) -> str:
+    """How many times less the second is; "-" where one is missing, or below the noise of the power at rest."""
+    if a is None or b is None or min(a, b) <= 0:
+        return "-"
+    if _near(a, b) or abs(a - b) <= doubt:
+        return "no difference"
+    return f"{a / b:.2f}x less" if a > b else f"{b / a:.2f}x more"
+
+
+def _near(a: float, b: float) -> bool:
+    return max(a, b) <= NEAR * min(a, b)
 
 
 def _alike(first: Mapping[str, Any], second: Mapping[str, Any], variant: str) -> bool:
@@ -100,10 +111,6 @@ def _alike(first: Mapping[str, Any], second: Mapping[str, Any], variant: str) ->
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, int]:
     return row["variant"], row["engine"], row["threads"]
-
-
-def _ratio(a: Mapping[str, Any], b: Mapping[str, Any], name: str) -> float | None:
-    return a[name] / b[name] if a.get(name) and b.get(name) else None
 
 
 def _size(about: Mapping[str, Any]) -> str:
@@ -116,7 +123,7 @@ def _differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 def cautions(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """What weakens the comparison, one sentence each."""
-    said = ["two starts of the same model may differ by more than the intervals, which hold one start's scatter alone"]
+    said = []
     if first["model"] != second["model"]:
         said.append(f"the models differ: {first['model']} and {second['model']}")
     if first["input"] != second["input"]:
