@@ -42,7 +42,7 @@ def load(entry: EntryPoint, what: str, fits: Callable[[Any], bool], kind: str) -
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what} cannot be loaded ({why}); install its package anew") from error
     if not fits(found):
-        raise ConfigError(f"{what}: its entry point {entry.value!r} names no {kind}; mend it")
+        raise ConfigError(f"{what} has the entry point {entry.value!r}, which names no {kind}; mend it")
     return found
 
 

@@ -161,14 +161,14 @@ def test_a_method_whose_package_does_not_load_is_named_with_the_reason(
 )
 def test_an_entry_point_that_names_no_method_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(extras, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.methods")])
-    with pytest.raises(ConfigError, match=f"'theirs': its entry point '{where}' names no complete subclass of Meth"):
+    with pytest.raises(ConfigError, match=f"'theirs' has the entry point '{where}', which names no complete sub"):
         make_method({"name": "theirs"})
 
 
 @pytest.mark.parametrize("where", ["edge_client.targets", "edge_client.task:Assignment", "edge_client.targets:Target"])
 def test_an_entry_point_that_names_no_target_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(extras, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.targets")])
-    with pytest.raises(ValueError, match=f"'theirs': its entry point '{where}' names no complete subclass of Tar"):
+    with pytest.raises(ValueError, match=f"'theirs' has the entry point '{where}', which names no complete sub"):
         targets.target_type("theirs")
 
 
@@ -184,8 +184,8 @@ def test_an_entry_point_that_opens_no_bundle_or_makes_no_writer_is_named(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(extras, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.trainers")])
-    with pytest.raises(ConfigError, match=f"backend 'theirs': its entry point '{where}' names no function that opens"):
+    with pytest.raises(ConfigError, match=f"backend 'theirs' has the entry point '{where}', which names no func"):
         load_backend("theirs")
     monkeypatch.setattr(extras, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.artifacts")])
-    with pytest.raises(ConfigError, match=f"artifact 'theirs': its entry point '{where}' names no class of writers"):
+    with pytest.raises(ConfigError, match=f"artifact 'theirs' has the entry point '{where}', which names no class"):
         artifacts.writer("theirs")

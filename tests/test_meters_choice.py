@@ -65,14 +65,24 @@ def test_a_meter_that_measures_another_device_than_the_models_is_refused() -> No
     assert choose("file", known=known, exported=True).meter is meter
 
 
-def test_auto_goes_on_after_a_family_that_breaks_in_its_own_way() -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (ZeroDivisionError("no volts"), "its code fails: ZeroDivisionError: no volts"),
+        (ConfigError("give x="), "give x="),
+    ],
+)
+def test_auto_goes_on_after_a_family_that_breaks_in_its_own_way(fault: Exception, said: str) -> None:
     def broken(options: Any) -> Any:
-        raise ZeroDivisionError("no volts")
+        raise fault
 
     meter = Polled("m", "m", lambda: 1.0, "W", 0.1)
-    found = choose("auto", known={"a": Family(broken, 1), "m": Family(lambda options: meter, 2)})
+    known = {"a": Family(broken, 1), "m": Family(lambda options: meter, 2)}
+    found = choose("auto", known=known)
     assert found.meter is meter
-    assert found.others["a"] == "fails: ZeroDivisionError: no volts"
+    assert found.others["a"] == said
+    with pytest.raises(ConfigError, match=said):
+        choose("a", known=known)
 
 
 def test_every_meter_of_this_project_is_an_entry_point_and_says_when_it_is_absent() -> None:
@@ -102,11 +112,13 @@ def test_another_package_adds_a_meter_in_one_file(tmp_path: Path, monkeypatch: p
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
     (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\nodd = acme_supply:find\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(MeterError, match="meter 'odd': its entry point 'acme_supply:find' names no Family"):
+    with pytest.raises(MeterError, match="meter odd: it has the entry point 'acme_supply:find', which names no Family"):
         choose("odd")
     found = choose("auto")
     assert found.why == "meter supply: a bench supply"
-    assert "names no Family" in found.others["odd"]
+    assert [line for line in found.lines if "odd" in line] == [
+        "  not odd: it has the entry point 'acme_supply:find', which names no Family; mend it"
+    ]
     (made / "entry_points.txt").write_text("[maskfleet.meters]\nsupply = acme_supply:SUPPLY\n")
     found = choose("auto")
     assert found.why == "meter supply: a bench supply"

@@ -58,11 +58,11 @@ class Choice:
 
 
 def families() -> tuple[dict[str, Family], dict[str, str]]:
-    """Every installed family by name, and why the others do not load."""
+    """Every installed family by name, and why the others do not load: a sentence on "it"."""
     found, faults = dict[str, Family](), dict[str, str]()
     for name, entry in installed("maskfleet.meters").items():
         try:
-            found[name] = load(entry, f"meter {name!r}", lambda made: isinstance(made, Family), "Family")
+            found[name] = load(entry, "it", lambda made: isinstance(made, Family), "Family")
         except ConfigError as error:
             faults[name] = str(error)
     return found, faults
@@ -87,7 +87,7 @@ def choose(
     if name == AUTO:
         return _first(found, faults, where, more)
     if name in faults:
-        raise MeterError(faults[name])
+        raise MeterError(f"meter {name}: {faults[name]}")
     family = found.get(name)
     if family is None:
         near = suggestion(name, found)
@@ -96,7 +96,11 @@ def choose(
         raise ConfigError(f"meter {name} measures {OF[family.where]}, and the model runs on {OF[where]}")
     if family.exported and not exported:
         raise ConfigError(f"meter {name} reads a file exported by hand: it is for `maskfleet bench` alone")
-    meter = family.find({**_known(family, more), **_options(name, family, words)})
+    options = {**_known(family, more), **_options(name, family, words)}
+    try:
+        meter = _opened(family, options)
+    except MeterError as error:
+        raise MeterError(f"meter {name}: {error}") from error
     return Choice(meter, f"meter {meter.name}: {meter.what}", {})
 
 
@@ -113,14 +117,22 @@ def _first(found: Mapping[str, Family], faults: Mapping[str, str], where: Where,
             others[key] = f"{taken.name} comes first; ask for it with --meter {key}"
         else:
             try:
-                taken = family.find(_known(family, more))
-            except MeterError as error:
+                taken = _opened(family, _known(family, more))
+            except ConfigError as error:
                 others[key] = str(error)
-            except Exception as error:  # code of another package may fail in any way
-                others[key] = f"fails: {type(error).__name__}: {error}"
     if taken is None:
         return Choice(None, "no energy meter found", others)
     return Choice(taken, f"meter {taken.name}: {taken.what}", others)
+
+
+def _opened(family: Family, options: Options) -> Meter:
+    """The family's meter. Raises MeterError, ConfigError."""
+    try:
+        return family.find(options)
+    except ConfigError:  # a MeterError is one
+        raise
+    except Exception as error:  # code of another package may fail in any way
+        raise MeterError(f"its code fails: {type(error).__name__}: {error}") from error
 
 
 def _known(family: Family, more: Options) -> dict[str, str]:
