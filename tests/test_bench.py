@@ -262,7 +262,7 @@ class Steps:
         return Trace(times, np.where((times >= self.first) & (times <= self.last), 3.0, 1.0), "W", 0.001)
 
 
-def test_the_energy_of_a_call_is_above_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_energy_of_a_call_is_above_rest() -> None:
     meter = Steps()
     found: dict[str, Any] = {}
     measure.add_energy([found], [measure.lasting(meter.call, 0.5)], meter, 0.2)
@@ -273,12 +273,44 @@ def test_the_energy_of_a_call_is_above_rest(monkeypatch: pytest.MonkeyPatch) -> 
     measure.add_energy([none], [measure.lasting(meter.call, 0.1)], None, 0.2)
     assert none == {}
 
-    def stop() -> Trace:
-        raise MeterError("the wire fell off")
 
-    monkeypatch.setattr(meter, "stop", stop)
-    measure.add_energy([none], [measure.lasting(meter.call, 0.1)], meter, 0.0)
-    assert none == {"energy_fault": "the wire fell off"}
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (MeterError("the wire fell off"), "the wire fell off"),
+        (ZeroDivisionError("of another package"), "ZeroDivisionError: of another package"),
+    ],
+)
+@pytest.mark.parametrize("when", ["start", "stop"])
+def test_a_meter_that_fails_loses_no_figure_but_its_own(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception, said: str, when: str
+) -> None:
+    def fail() -> Trace:
+        raise fault
+
+    meter = Steps()
+    monkeypatch.setattr(meter, when, fail)
+    row: dict[str, Any] = {"threads": 1}
+    measure.add_energy([row], [measure.lasting(meter.call, 0.1)], meter, 0.0)
+    assert row == {"threads": 1, "energy_fault": said}
+
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    if when == "stop":
+        with pytest.raises(KeyboardInterrupt):  # it is not lost in the meter's own fault
+            measure.add_energy([row], [interrupt], meter, 0.0)
+
+
+def test_a_reading_that_is_no_number_gives_no_joules(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Steps()
+    meter.start()
+    times = np.arange(meter.begin, meter.begin + 2.0, 0.001)
+    monkeypatch.setattr(meter, "stop", lambda: Trace(times, np.full(len(times), np.nan), "W", 0.001))
+    row: dict[str, Any] = {}
+    measure.add_energy([row], [measure.lasting(meter.call, 0.1)], meter, 0.1)
+    assert row.keys() == {"energy_fault"}
+    assert "no number" in row["energy_fault"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -59,7 +60,7 @@ def recorded(
 ) -> tuple[Trace, list[tuple[list[float], int]]]:
     """One recording of all works; of each the moments of rest, begin, end and rest, and the calls that it returns.
 
-    Each work is made before its block, so its preparation is outside every window. Raises MeterError.
+    Each work is made before its block, so its preparation is outside every window. A meter may fail in any way.
     """
     found = []
     meter.start()
@@ -73,9 +74,11 @@ def recorded(
             time.sleep(rest)
             marks.append(time.monotonic())
             found.append((marks, calls))
-    finally:
-        trace = meter.stop()
-    return trace, found
+    except BaseException:  # Ctrl-C too: a meter that fails as well must not hide it
+        with suppress(Exception):
+            meter.stop()
+        raise
+    return meter.stop(), found
 
 
 def lasting(call: Callable[[], object], seconds: float) -> Callable[[], int]:
@@ -99,9 +102,10 @@ def add_energy(
         return
     try:
         trace, measured = recorded(works, meter, rest)
-    except MeterError as error:
+    except Exception as error:  # another package's meter may fail in any way; what was timed before is kept
+        fault = str(error) if isinstance(error, MaskfleetError) else f"{type(error).__name__}: {error}"
         for row in rows:
-            row["energy_fault"] = str(error)
+            row["energy_fault"] = fault
         return
     for row, (marks, calls) in zip(rows, measured, strict=True):
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import hypot
+from math import hypot, isfinite
 from typing import Literal, Protocol
 
 import numpy as np
@@ -94,7 +94,10 @@ class Energy:
 
 
 def joules(trace: Trace, start: float, end: float) -> Energy:
-    """Energy from `start` to `end`, times of `time.monotonic`. Raises MeterError when the trace does not cover them."""
+    """Energy from `start` to `end`, times of `time.monotonic`.
+
+    Raises MeterError when the trace does not cover them, or holds a value that is no number.
+    """
     _check_covers(trace, start, end)
     times, values = trace.times, trace.values
     if trace.unit == "J":
@@ -115,6 +118,8 @@ def joules(trace: Trace, start: float, end: float) -> Energy:
         # Between two readings of a counter nothing is lost: only the window's two ends are uncertain.
         changes, used = np.full(2, np.ptp(power) if len(power) > 1 else 0.0), gaps[[0, -1]]
         total = float(v[-1] - v[0])
+    if not isfinite(total):
+        raise MeterError("the meter's recording has a value that is no number; check its wiring, and measure again")
     late = used > LATE * trace.period
     spread = np.where(late, np.maximum(changes, np.std(power)), changes)
     # A change of power somewhere within an interval moves the trapezoid by up to half of it: uniform, so /sqrt(12).
