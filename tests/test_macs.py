@@ -86,3 +86,25 @@ def test_sizes_computed_in_the_graph_are_followed() -> None:
         "e = Equal(t, q) u = Where(e, q, t) f = Reshape(x, u) y = Gemm<transB=1>(f, w)",
     )
     assert macs(model) == 240
+
+
+def test_the_work_of_a_models_own_functions_is_counted() -> None:
+    opset = [onnx.helper.make_opsetid("", 19), onnx.helper.make_opsetid("own", 1)]
+    body = [onnx.helper.make_node("MatMul", ["a", "w"], ["b"])]
+    made = onnx.helper.make_function("own", "Dense", ["a", "w"], ["b"], body, opset[:1])
+    model = parsed("float[n,20] x, float[20,5] w", "y = MatMul(x, w)")
+    model.graph.node[0].CopyFrom(onnx.helper.make_node("Dense", ["x", "w"], ["y"], domain="own"))
+    model.functions.append(made)
+    model.opset_import.append(opset[1])
+    assert macs(model) == 100
+
+
+@pytest.mark.parametrize(
+    ("domain", "kind"), [("com.microsoft", "FusedGemm"), ("com.microsoft", "Gelu"), ("", "Attention")]
+)
+def test_an_operator_whose_work_is_not_known_is_no_zero(domain: str, kind: str) -> None:
+    model = parsed("float[n,20] x, float[20,5] w", "y = MatMul(x, w)")
+    model.graph.node[0].CopyFrom(onnx.helper.make_node(kind, ["x", "w"], ["y"], domain=domain))
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    with pytest.raises(ConfigError, match=f"is .*{kind}, whose multiply-adds are not known"):
+        macs(model)

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import infer_shapes
 
@@ -28,10 +29,15 @@ SIZES = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 MOST = 64  # entries of a tensor that counts as one of sizes
 _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "FusedConv": 1, "NhwcFusedConv": 1, "QLinearConv": 3}  # weight's place
 _PRODUCTS = {"MatMul": 1, "MatMulInteger": 1, "FusedMatMul": 1, "QLinearMatMul": 3}  # second operand's place
+OWN = ("", "ai.onnx")  # names of the domain of ONNX's own operators
+_UNKNOWN = ("Attention", "DeformConv")
 
 
 def macs(model: ModelProto | bytes | Path) -> int:
-    """Multiply-adds of `model`. An unknown first axis of an input counts as 1; raises ConfigError for any other."""
+    """Multiply-adds of `model`. An unknown first axis of an input counts as 1.
+
+    Raises ConfigError for any other unknown axis, and for an operator whose work is not known here.
+    """
     return _count(_with_shapes(model).graph, {}, 1)
 
 
@@ -44,6 +50,8 @@ def _with_shapes(model: ModelProto | bytes | Path) -> ModelProto:
         made.ParseFromString(model)
     else:
         made = onnx.load(model)
+    if made.functions:
+        made = inline_local_functions(made)
     stored = {t.name for t in made.graph.initializer}
     for value in made.graph.input:
         dims = value.type.tensor_type.shape.dim
@@ -90,7 +98,7 @@ def _shapes(graph: GraphProto, outer: Shapes | None = None) -> dict[str, tuple[i
 
 def _sizes(node: NodeProto, known: Shapes, sizes: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
     """The sizes that `node` computes, when it does and they are known."""
-    if len(node.output) != 1 or any(a.HasField("g") for a in node.attribute):
+    if node.domain not in OWN or len(node.output) != 1 or any(a.HasField("g") for a in node.attribute):
         return None
     given = {name: sizes[name] for name in node.input if name in sizes}
     if node.op_type in ("Shape", "Size"):
@@ -140,6 +148,12 @@ def _macs(node: NodeProto, known: Shapes) -> int:
     if kind in GATES:  # x [steps, n, in], recurrent weight [directions, gates * hidden, hidden]
         x, recurrent = _need(known, node, node.input[0]), _need(known, node, node.input[2])
         return x[0] * x[1] * recurrent[0] * recurrent[1] * (x[2] + recurrent[2])
+    if kind in _UNKNOWN or node.domain not in OWN:
+        what = f"{node.domain}'s {kind}" if node.domain else kind
+        raise ConfigError(
+            f"node {node.name or node.output[0]!r} is {what}, whose multiply-adds are not known; count the model as it "
+            "was before an engine rewrote it"
+        )
     return 0
 
 
