@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.bench.measure import REST, Say, Settings, add_energy, header, warnings
+from edge_client.bench.measure import REST, Say, Settings, add_energy, files_of, header, warnings
 from edge_client.bench.subject import Subject
 from edge_client.bench.variants import Variant
 from edge_client.errors import ConfigError
@@ -136,7 +136,7 @@ def state(adb: Adb) -> dict[str, Any]:
 
 def push(adb: Adb, runner: Sequence[Path], variants: Sequence[Variant]) -> None:
     """Bring everything onto the phone, into one folder. Raises ConfigError for a missing file or two of one name."""
-    files = [*runner, *(v.file for v in variants)]
+    files = list(dict.fromkeys([*runner, *(file for v in variants for file in files_of(v.file))]))
     names = [f.name for f in files]
     twice = sorted({str(f) for f in files if names.count(f.name) > 1})
     if twice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -117,7 +118,7 @@ def run(
         if "all" in threads.split(","):
             most = android.processors(phone)
     settings = measure.Settings(_threads(threads, most), runs, warm_up, seconds, energy_seconds, cold_starts)
-    command = " ".join(["maskfleet", *sys.argv[1:]])
+    command = shlex.join(["maskfleet", *sys.argv[1:]])
     console = Console(emoji=False)
     with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
         wanted = tuple(MAKERS) if variants == "all" else tuple(dict.fromkeys(variants.replace(" ", "").split(",")))
@@ -181,24 +182,26 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def _folder(output: Path) -> None:
-    """Make the report's folder, before anything is measured."""
+    """Make the report's folder, and see that it can be written, before anything is measured."""
     try:
         output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
     except OSError as error:
-        raise ConfigError(f"cannot make {output}: {error.strerror}; choose another --output") from None
+        raise ConfigError(f"cannot write into {output}: {error.strerror}; choose another --output") from None
 
 
 def _write(found: dict[str, Any], output: Path) -> None:
-    """The report's three files; the picture where matplotlib is installed."""
+    """The report's three files, the figures first; the picture where matplotlib is installed."""
     picture = output / "report.png"
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    page = reports.markdown(found, picture.name if plots.available() else None)
+    for name, content in (("report.json", f"{text}\n"), ("report.md", page)):
+        write_whole(output / name, content.encode(), mode=0o666, elsewhere="choose another --output")
     if plots.available():
         plots.draw(found, picture)
     else:
         print("maskfleet: no picture without matplotlib; run: pip install 'maskfleet[bench]'", file=sys.stderr)
-    text = json.dumps(found, indent=1, ensure_ascii=False)
-    write_whole(output / "report.json", f"{text}\n".encode(), mode=0o666)
-    page = reports.markdown(found, picture.name if plots.available() else None)
-    write_whole(output / "report.md", page.encode(), mode=0o666)
     print(f"maskfleet: report in {output}", file=sys.stderr)
 
 

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from edge_client.bench import child
 from edge_client.bench.subject import Subject
 from edge_client.bench.training import Training
 from edge_client.bench.variants import Variant
-from edge_client.errors import MaskfleetError, MeterError
+from edge_client.errors import ConfigError, MaskfleetError, MeterError
 from edge_client.measure import engines, machine
 from edge_client.measure.energy import Meter, Trace, above_idle, joules
 from edge_client.measure.latency import FEWEST, Times, in_turns, summary
@@ -155,8 +156,15 @@ def timed(times: Times, index: int) -> dict[str, Any]:
 
 
 def _alone(file: Path, x: NDArray[Any], threads: int, settings: Settings) -> dict[str, Any]:
-    """Medians over processes that do nothing else."""
-    found = [child.measure(file, x.shape, x.dtype.name, threads) for _ in range(settings.cold_starts)]
+    """Medians over processes that do nothing else, each after its files were dropped from the system's cache."""
+    found = []
+    for _ in range(settings.cold_starts):
+        for part in files_of(file):
+            child.drop_from_cache(part)
+        try:
+            found.append(child.measure(file, x.shape, x.dtype.name, threads))
+        except ConfigError as error:  # what was timed before is kept
+            return {"alone_fault": str(error)}
     return {k: _median([f[k] for f in found]) for k in (found[0] if found else {})}
 
 
@@ -169,9 +177,19 @@ def of_files(variants: Sequence[Variant]) -> dict[str, Any]:
     """Bytes and multiply-adds of each variant's file, which no thread changes, and what it is."""
     found = {}
     for variant in variants:
-        about: dict[str, Any] = {"bytes": variant.file.stat().st_size, "macs": _macs(variant.file)}
+        size = sum(file.stat().st_size for file in files_of(variant.file))
+        about: dict[str, Any] = {"bytes": size, "macs": _macs(variant.file)}
         found[variant.name] = about | ({"note": variant.note} if variant.note else {})
     return found
+
+
+def files_of(model: Path) -> list[Path]:
+    """The files of a model: its own, and those beside it in which an ONNX model keeps tensors."""
+    if engines.engine_of(model) != engines.ONNX:
+        return [model]
+    tensors = onnx.load(model, load_external_data=False).graph.initializer
+    beside = {e.value for t in tensors if t.data_location == t.EXTERNAL for e in t.external_data if e.key == "location"}
+    return [model, *(model.parent / name for name in sorted(beside))]
 
 
 def _macs(file: Path) -> int | None:
@@ -180,7 +198,7 @@ def _macs(file: Path) -> int | None:
         return None
     try:
         return macs(file)
-    except MaskfleetError:
+    except Exception:  # shape inference has errors of its own, for a model that runs as well
         return None
 
 
@@ -221,6 +239,7 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
     if noisy:
         which = "all variants" if 1 < len(noisy) == len(report["rows"]) else ", ".join(noisy)
         said.append(f"the times of {which} vary by more than a fifth")
+    said += [f"no memory and cold start: {r['alone_fault']}" for r in report["rows"] if "alone_fault" in r]
     trained = report.get("training") or {}
     measured = [*report["rows"], *(trained[name] for name in ("step", "round") if name in trained)]
     faults = {r["energy_fault"] for r in measured if "energy_fault" in r}

@@ -101,7 +101,10 @@ def _git(root: Path, *words: str) -> str:
 
 def state() -> dict[str, Any]:
     """How the machine is now: temperature, frequency of each core's policy, load, free memory."""
-    frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
+    try:
+        frequency = psutil.cpu_freq()
+    except (AttributeError, NotImplementedError, OSError):  # not on every system
+        frequency = None
     return {
         "celsius": temperature(),
         "mhz": None if frequency is None else round(frequency.current),

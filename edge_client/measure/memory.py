@@ -1,8 +1,7 @@
-"""Memory of this process: what it holds, and the most it held since a moment."""
+"""Memory of this process: what it holds, and the most it held since a moment; None where the system does not say it."""
 
 from __future__ import annotations
 
-import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,10 +27,9 @@ def forget_peak() -> bool:
     return True
 
 
-def peak_mb() -> float:
+def peak_mb() -> float | None:
     """Megabytes this process held at most since `forget_peak`, else since its start."""
-    found = _field("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6 if found is None else found
+    return _field("VmHWM")
 
 
 def resident_mb() -> float | None:
