@@ -66,10 +66,9 @@ def samples(n: int = 200) -> np.ndarray:
 class Copy:
     """A writer whose artifact is the model with its bias of output `at` moved by `off`."""
 
-    exact, native, version, at, off, written = True, False, "1", 0, 0.0, 0
+    exact, native, at, off = True, False, 0, 0.0
 
     def write(self, model: bytes, samples: Any, progress: Any) -> bytes:
-        type(self).written += 1
         moved = onnx.load_from_string(model)
         (bias,) = (t for t in moved.graph.initializer if t.name == "d")
         values = numpy_helper.to_array(bias).copy()
@@ -226,7 +225,7 @@ import numpy as np
 
 
 class Engine:
-    exact, native, version = True, True, "1"
+    exact, native = True, True
 
     def write(self, model, samples, progress):
         return {data!r}
@@ -313,48 +312,6 @@ def test_a_matrix_that_a_second_layer_reads_transposed_is_int8_in_both(tmp_path:
     assert stored["t_quantized"] == (TensorProto.INT8, (32, 8))
 
 
-def test_an_artifact_made_before_comes_from_the_cache_if_the_converter_is_the_same(
-    tmp_path: Path, copies: type[Copy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def again(seed: int = 0) -> int:
-        make(personal(seed), "copy", tmp_path / "out", cache=tmp_path / "cache")
-        return copies.written
-
-    assert [again(), again(), again(1), again(1)] == [1, 1, 2, 2]
-    copies.version = "2"
-    assert again() == 3
-    monkeypatch.setattr(making, "_source", lambda chosen: b"mended")
-    assert again() == 4
-
-
-def test_a_damaged_file_of_the_cache_is_made_anew(tmp_path: Path, copies: type[Copy]) -> None:
-    def again() -> int:
-        assert make(personal(), "copy", tmp_path / "out", cache=tmp_path / "cache").error_std == 0.0
-        return copies.written
-
-    again()
-    (stored,) = (tmp_path / "cache").iterdir()
-    whole = stored.read_bytes()
-    moved = Copy.write(type("Off", (Copy,), {"off": 1.0})(), whole, None, None)
-    for written, damaged in enumerate((whole[:100], b"", moved), 2):
-        stored.write_bytes(damaged)
-        assert again() == written
-        assert stored.read_bytes() == whole
-    assert again() == written
-
-
-def test_a_cache_that_cannot_be_used_costs_no_artifact(
-    tmp_path: Path, copies: type[Copy], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file is not a folder"):
-        make(personal(), "copy", tmp_path / "out", cache=tmp_path / "file")
-    assert copies.written == 0
-    make(personal(), "copy", tmp_path / "out", cache=tmp_path / "file" / "below")
-    assert (tmp_path / "out").stat().st_size > 100
-    assert "was not kept in --cache" in caplog.text
-
-
 def test_samples_are_asked_for_where_they_are_needed_and_checked(tmp_path: Path, copies: type[Copy]) -> None:
     out = tmp_path / "out"
     copies.exact = False
@@ -429,7 +386,7 @@ def test_the_command_writes_the_file_and_prints_its_size_and_error(tmp_path: Pat
     app.command()(artifact)
     (tmp_path / "personal.onnx").write_bytes(personal())
     np.savez(tmp_path / "d.npz", x=samples(), y=np.zeros(200, np.int64))
-    options = ["--kind", "int8", "-o", "small.onnx", "--data", "d.npz", "--cache", "cache"]
+    options = ["--kind", "int8", "-o", "small.onnx", "--data", "d.npz"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         done = CliRunner().invoke(app, ["personal.onnx", *options])
@@ -458,7 +415,7 @@ def test_a_file_of_raw_samples_calibrates_with_what_the_model_takes(
 
     def calibrated(**arrays: np.ndarray) -> np.ndarray:
         np.savez(data, y=np.zeros(200, np.int64), **arrays)
-        given = [str(model), "--kind", "int8", "-o", str(out), "--data", str(data), "--cache", str(tmp_path / "c")]
+        given = [str(model), "--kind", "int8", "-o", str(out), "--data", str(data)]
         done = CliRunner().invoke(app, given, catch_exceptions=False)
         assert done.exit_code == 0, done.output
         return seen[-1]

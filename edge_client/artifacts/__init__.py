@@ -26,8 +26,6 @@ class Writer(Protocol):
     """Whether its outputs are the model's to rounding."""
     native: bool
     """Whether its engine may crash: it is then proved in a process of its own."""
-    version: str
-    """Of what writes it: another version writes other bytes."""
 
     def write(self, model: bytes, samples: NDArray[Any] | None, progress: Callable[[str], None]) -> bytes:
         """The artifact of the ONNX `model`. `samples` [n, ...] of the device calibrate it; None for an exact one.

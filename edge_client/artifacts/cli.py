@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +28,6 @@ def artifact(
     error: Annotated[
         float, typer.Option(min=0, help="int8: largest RMS error of an output, in its standard deviations.")
     ] = 0.25,
-    cache: Annotated[
-        Path | None, typer.Option(help="Folder of artifacts made before. [default: maskfleet in the user's cache]")
-    ] = None,
 ) -> None:
     """Write a personal model for another engine, once its outputs are shown to be the model's."""
     try:
@@ -49,7 +45,6 @@ def artifact(
             out,
             samples,
             Limits(agreement, error),
-            _cache() if cache is None else cache,
             lambda line: status.update(Text(f"{kind}: {line}")),
         )
     same = "" if proof.agreement is None else f"the same label for {proof.agreement:.1%}, "
@@ -69,7 +64,3 @@ def taken(model: bytes, data: Path) -> NDArray[Any]:
     if not card.has_card(entries):
         return arrays["x"]
     return normalised(arrays, card.read(entries, "the model").input, str(data))["x"]
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maskfleet" / "artifacts"

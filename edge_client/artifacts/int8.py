@@ -56,7 +56,6 @@ class Int8:
 
     exact = False
     native = False
-    version = f"onnxruntime {ort.__version__}"
 
     def write(self, model: bytes, samples: NDArray[Any] | None, progress: Callable[[str], None]) -> bytes:
         assert samples is not None

@@ -8,10 +8,8 @@ limited.
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,12 @@ from numpy.typing import NDArray
 
 from edge_client import card
 from edge_client.artifacts import ADVICE, BATCH, Run, Writer, isolated, writer
-from edge_client.bundle import digest
 from edge_client.equality import Probe, Sides, nudged, probes, prove, spread
-from edge_client.errors import BundleError, CompactionError, ConfigError, DataError, MaskfleetError
+from edge_client.errors import BundleError, CompactionError, DataError
 from edge_client.files import write_whole
 from edge_client.runtimes.onnx import open_onnx
 from edge_client.targets import Target
 
-log = logging.getLogger("maskfleet")
 SAMPLES = 256  # of the device's own, at most, for calibration and again for the proof
 CONSTANT = 1e-6  # of its size: the standard deviation of an output that does not vary
 
@@ -66,16 +62,14 @@ def make(
     path: Path,
     samples: NDArray[Any] | None = None,
     limits: Limits = Limits(),  # frozen
-    cache: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
     target: Target | None = None,
 ) -> Proof:
     """Write the artifact `kind` of the ONNX `model` to `path`, once it is proved.
 
-    `samples` [n, ...] are the device's own: half calibrate, the other half prove. An artifact made before of the same
-    model and samples is taken from the folder `cache` and proved again; one that fails is made anew. `target` is what
-    the model predicts; without it, what its metadata has. Raises CompactionError when the artifact differs by more
-    than it may, ConfigError when it cannot be made, DataError when samples are missing or do not fit.
+    `samples` [n, ...] are the device's own: half calibrate, the other half prove. `target` is what the model predicts;
+    without it, what its metadata has. Raises CompactionError when the artifact differs by more than it may, ConfigError
+    when it cannot be made, DataError when samples are missing or do not fit.
     """
     chosen = writer(kind)
     reference, shape, dtype, said = _open(model)
@@ -83,60 +77,16 @@ def make(
     if own is None and (not chosen.exact or dtype != np.float32):
         raise DataError(f"artifact {kind!r} of this model needs samples of the device; name its data with --data")
     calibration, own_probes = _halves(own, shape)
-    if cache is not None and cache.exists() and not cache.is_dir():
-        raise ConfigError(f"--cache {cache} is not a folder; name one")
-
-    def proved(data: bytes) -> Proof:
-        with _opened(chosen, kind, data) as found:
-            proof = _measured(reference, found, own_probes, target or said, len(model), len(data))
-            if chosen.exact:
-                _prove(reference, found, probes(shape, dtype.name, samples=own_probes), kind)
-            else:
-                _limited(proof, limits, kind)
-        progress(f"proved on {proof.samples} samples")
-        return proof
-
-    used = b"" if calibration is None else calibration.tobytes()
-    key = digest(b"\0".join([model, kind.encode(), chosen.version.encode(), _source(chosen), used]))
-    stored = cache / f"{key}.{kind}" if cache is not None else None
-    before = _made_before(stored, proved, progress)
-    if before is None:
-        data = chosen.write(model, None if chosen.exact else calibration, progress)
-        proof = proved(data)
-    else:
-        data, proof = before
+    data = chosen.write(model, None if chosen.exact else calibration, progress)
+    with _opened(chosen, kind, data) as found:
+        proof = _measured(reference, found, own_probes, target or said, len(model), len(data))
+        if chosen.exact:
+            _prove(reference, found, probes(shape, dtype.name, samples=own_probes), kind)
+        else:
+            _limited(proof, limits, kind)
+    progress(f"proved on {proof.samples} samples")
     write_whole(path, data, mode=0o666, elsewhere="choose another place for the artifact")
-    if stored is not None and before is None:
-        _keep(stored, data)
     return proof
-
-
-def _made_before(
-    stored: Path | None, proved: Callable[[bytes], Proof], progress: Callable[[str], None]
-) -> tuple[bytes, Proof] | None:
-    """The artifact in the cache with its new proof; None when it is not there, or fails."""
-    if stored is None or not stored.is_file():
-        return None
-    progress(f"{stored.name} was made before")
-    with suppress(Exception):  # of a damaged file: what it may raise has no base class
-        data = stored.read_bytes()
-        return data, proved(data)
-    return None
-
-
-def _keep(stored: Path, data: bytes) -> None:
-    """Write an artifact into the cache; a cache that cannot be written costs no artifact."""
-    try:
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(stored, data, mode=0o644)
-    except (MaskfleetError, OSError) as error:
-        log.warning("the artifact was not kept in --cache: %s", error)
-
-
-def _source(chosen: Writer) -> bytes:
-    """The code beside the writer: a mended one is not to give what the faulty one wrote."""
-    folder = Path(inspect.getfile(type(chosen))).parent
-    return b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
 
 
 def _limited(proof: Proof, limits: Limits, kind: str) -> None:

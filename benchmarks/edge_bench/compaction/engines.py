@@ -5,7 +5,7 @@ for ONNX Runtime. Both are compared with the masked module in float64, as the su
 ``--runs`` the dense and the compact model are timed in turns, in every engine. ``--align`` lowers the widths too that
 run fastest in ONNX Runtime.
 
-Lowering takes seconds of CPU for a small graph and minutes for a deep one: `--cache FOLDER` keeps the programs.
+Lowering takes seconds of CPU for a small graph and minutes for a deep one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FIELDS = {
     "speedup": "dense over compact milliseconds of one sample in the same engine: processor time, one thread, in turns",
     "ms_dense": "of the dense model in the same engine",
     "bytes": "of the file",
-    "seconds": "processor time of writing and proving the artifact, absent when it came from the cache",
+    "seconds": "processor time of writing and proving the artifact",
 }
 Variant = Literal["dense", "compact", "aligned"]
 
@@ -87,7 +87,7 @@ class Row:
 
 
 def measure(
-    subject: Subject, kind: MaskKind, kept: float, folder: Path, engines: list[str], runs: int, align: bool, cache: Path
+    subject: Subject, kind: MaskKind, kept: float, folder: Path, engines: list[str], runs: int, align: bool
 ) -> list[Row]:
     """The rows of one graph under one mask; files are left in `folder`."""
     compact = compacted(subject, kind, kept, folder / "compact.onnx")
@@ -107,7 +107,7 @@ def measure(
             row = Row(subject.case.name, kind, kept, engine, variant == "aligned")
             source = folder / f"{variant}.onnx"
             row.mac_ratio, row.error_dense_std = dense_macs / max(1, macs(source)), compact.error_dense_std
-            _write(row, source, subject, folder, cache, files, (engine, variant))
+            _write(row, source, subject, folder, files, (engine, variant))
             rows[engine, variant] = row
     if runs:
         times = in_turns([open_model(path, subject.x[:1]) for path in files.values()], runs, max(3, runs // 10)).cpu
@@ -125,7 +125,6 @@ def _write(
     source: Path,
     subject: Subject,
     folder: Path,
-    cache: Path,
     files: dict[tuple[str, Variant], Path],
     key: tuple[str, Variant],
 ) -> None:
@@ -136,10 +135,8 @@ def _write(
         if row.engine != "onnxruntime":
             art = ENGINES[row.engine]
             path = folder / f"{source.stem}-{art}{'.onnx' if art == 'int8' else '.pte'}"
-            said: list[str] = []
-            make(source.read_bytes(), art, path, subject.x, ANY, cache, said.append)
-            if not any("made before" in line for line in said):
-                row.seconds = time.process_time() - start
+            make(source.read_bytes(), art, path, subject.x, ANY)
+            row.seconds = time.process_time() - start
         found = _outputs(row.engine, path, subject.x)
         error, spread = np.abs(found - subject.expected), max(float(subject.expected.std()), 1e-12)
         row.error_std, row.error_rms = float(error.max()) / spread, float(np.sqrt((error**2).mean())) / spread
@@ -196,7 +193,6 @@ def main(
     runs: Runs = 0,
     align: Annotated[bool, typer.Option("--align", help="Also the widths that run fastest in ONNX Runtime.")] = False,
     bundles: Bundles = None,
-    cache: Annotated[Path | None, typer.Option(help="Keep artifacts here. [default: a scratch folder]")] = None,
 ) -> None:
     """Compact graphs of the suite and run them in every engine; a line for each."""
     torch.set_num_threads(1)
@@ -218,8 +214,7 @@ def main(
                 with tempfile.TemporaryDirectory(dir=root) as folder:
                     subject = prepare(case, bundle, kind, share)
                     names = [e for e in ENGINES if e in engines.split(",")]
-                    stored = cache or scratch / "cache"
-                    found = measure(subject, kind, share, Path(folder), names, runs, align, stored)
+                    found = measure(subject, kind, share, Path(folder), names, runs, align)
                 rows += found
                 for r in found:
                     print(line(r), flush=True)

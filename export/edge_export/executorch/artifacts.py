@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import onnx
@@ -27,7 +26,6 @@ class Pte:
 
     def __init__(self) -> None:
         check_installed()
-        self.version = f"executorch {version('executorch')} torch {torch.__version__}"
 
     def write(self, model: bytes, samples: NDArray[Any] | None, progress: Callable[[str], None]) -> bytes:
         graph, x = _opened(model)
