@@ -405,6 +405,16 @@ def test_hwmon_power_is_summed_over_rails_or_taken_from_the_whole_boards(tmp_pat
     assert meter.what == "hwmon3 (ina226), Total board power"
 
 
+def test_a_power_supplys_input_is_taken_alone_and_its_outputs_are_not_added(tmp_path: Path) -> None:
+    folder = tmp_path / hwmon.CLASS / "hwmon0"
+    write(folder / "name", "pmbus")
+    for n, label, watts in ((1, "pin", 10), (2, "pout1", 6), (3, "pout2", 3)):
+        write(folder / f"power{n}_label", label)
+        write(folder / f"power{n}_input", watts * 1_000_000)
+    trace = recorded(hwmon.find_hwmon({}, tmp_path), VirtualClock(5.0))
+    assert joules(trace, 1, 4).watts == pytest.approx(10.0)
+
+
 @pytest.mark.parametrize("labels", [True, False])
 def test_hwmon_current_and_voltage_are_paired_by_label_or_number(tmp_path: Path, labels: bool) -> None:
     truth, folder = SHAPES["ramp"], tmp_path / hwmon.CLASS / "hwmon0"

@@ -1,8 +1,8 @@
 """Power sensors that Linux shows as files: `/sys/class/hwmon`, and the rails of a Jetson.
 
 A sensor has rails. A rail is `powerN_input` (microwatts), or `currN_input` (mA) times `inN_input` (mV), by number or by
-equal labels. A rail whose label is the whole board's is taken alone: the others are parts of it. Older Jetson systems
-show their INA3221 as `in_powerN_input` (milliwatts) in `/sys/bus/i2c/drivers/ina3221x`.
+equal labels. A rail whose label is the whole board's, or a power supply's input, is taken alone: the others are parts
+of it. Older Jetson systems show their INA3221 as `in_powerN_input` (milliwatts) in `/sys/bus/i2c/drivers/ina3221x`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from edge_client.measure.polling import Polled
 
 CLASS = "sys/class/hwmon"
 JETSON_NEW, JETSON_OLD = "sys/bus/i2c/drivers/ina3221", "sys/bus/i2c/drivers/ina3221x"
-WHOLE = re.compile(r"VDD_IN|POM_5V_IN|total|system|PSYS|SOCKET|board", re.IGNORECASE)
-BATTERY = re.compile(r"^(BAT|battery|ucsi|AC)", re.IGNORECASE)
-GRAPHICS = re.compile(r"^(amdgpu|radeon|nouveau|nvidia|xe|i915)", re.IGNORECASE)
+WHOLE = re.compile(r"VDD_IN|POM_5V_IN|total|system|PSYS|SOCKET|board|^pin", re.IGNORECASE)
+BY_NAME = {
+    re.compile(r"^(BAT|battery|ucsi|AC)", re.IGNORECASE): "a battery or charger",
+    re.compile(r"^(amdgpu|radeon|nouveau|nvidia|xe|i915)", re.IGNORECASE): "a graphics card",
+}
+"""Sensors that are taken only when they are asked for."""
 INA3221_CHANNELS = 3  # above them its driver shows shunt voltages and sums
 PERIOD = 0.02
 ACCURACY = Accuracy(0.02, 0.01, 0.001)
@@ -57,34 +60,46 @@ def _text(file: Path) -> str:
 
 
 def rails(folder: Path) -> list[Rail]:
-    """The rails of one hwmon or iio folder, the whole board's alone if one is labelled so."""
-    found: dict[str, Rail] = {}
-    for file in sorted(folder.glob("in_power*_input")):  # iio of older Jetsons: rail_name_0 and so on
-        n = _index(file.name)
-        label = _text(folder / f"rail_name_{n}") or f"rail {n}"
-        found[f"iio{n}"] = Rail(label, (file,), 1e-3)
-    for pattern in ("power*_input", "power*_average"):
-        for file in sorted(folder.glob(pattern)):
-            n = _index(file.name)
-            found.setdefault(n, Rail(_text(folder / f"power{n}_label") or f"power{n}", (file,), 1e-6))
-    if not found:
-        volts = {_index(f.name): f for f in sorted(folder.glob("in*_input"))}
-        labels = {_text(folder / f"in{n}_label"): n for n in volts if _text(folder / f"in{n}_label")}
-        for file in sorted(folder.glob("curr*_input")):
-            n = _index(file.name)
-            if _text(folder / "name") == "ina3221" and int(n) > INA3221_CHANNELS:
-                continue
-            label = _text(folder / f"curr{n}_label")
-            pair = labels.get(label) or (n if n in volts else None)
-            if pair is not None:
-                found[n] = Rail(label or _text(folder / f"in{pair}_label") or f"curr{n}", (file, volts[pair]), 1e-6)
-    every = list(found.values())
+    """The rails of one hwmon or iio folder, of the first kind that it has."""
+    return _of_iio(folder) or _of_powers(folder) or _of_currents(folder)
+
+
+def _of_iio(folder: Path) -> list[Rail]:
+    """Older Jetsons: rail_name_0 and so on."""
+    files = {_index(f): f for f in sorted(folder.glob("in_power*_input"))}
+    return [Rail(_text(folder / f"rail_name_{n}") or f"rail {n}", (file,), 1e-3) for n, file in files.items()]
+
+
+def _of_powers(folder: Path) -> list[Rail]:
+    files = {_index(f): f for kind in ("average", "input") for f in sorted(folder.glob(f"power*_{kind}"))}
+    return [Rail(_text(folder / f"power{n}_label") or f"power{n}", (file,), 1e-6) for n, file in files.items()]
+
+
+def _of_currents(folder: Path) -> list[Rail]:
+    """Each current with the voltage of its label, else of its number."""
+    volts = {_index(f): f for f in sorted(folder.glob("in*_input"))}
+    labelled = {label: n for n in volts if (label := _text(folder / f"in{n}_label"))}
+    made = []
+    for file in sorted(folder.glob("curr*_input")):
+        n = _index(file)
+        if _text(folder / "name") == "ina3221" and int(n) > INA3221_CHANNELS:
+            continue
+        label = _text(folder / f"curr{n}_label")
+        pair = labelled.get(label, n)
+        if pair in volts:
+            label = label or _text(folder / f"in{pair}_label") or f"curr{n}"
+            made.append(Rail(label, (file, volts[pair]), 1e-6))
+    return made
+
+
+def _index(file: Path) -> str:
+    return "".join(re.findall(r"\d+", file.name))
+
+
+def _counted(every: list[Rail]) -> list[Rail]:
+    """The rails that are added: that of the whole where there is one."""
     whole = [rail for rail in every if WHOLE.search(rail.label)]
     return whole[:1] or every
-
-
-def _index(name: str) -> str:
-    return "".join(re.findall(r"\d+", name))
 
 
 def _usable(every: list[Rail]) -> str:
@@ -109,29 +124,23 @@ def _meter(name: str, where: str, every: list[Rail]) -> Meter:
 
 def find_hwmon(options: Options, root: Path = Path("/")) -> Meter:
     """The sensor that option `name` names, else the first with a power but a battery or graphics card."""
-    folders = sorted((root / CLASS).glob("hwmon*")) if (root / CLASS).is_dir() else []
     asked, said = options.get("name"), []
-    for folder in folders:
+    folders = {folder: _text(folder / "name") or folder.name for folder in sorted((root / CLASS).glob("hwmon*"))}
+    for folder, name in folders.items():
+        if asked not in (None, name, folder.name):
+            continue
         place = folder if list(folder.glob("*_input")) or not (folder / "device").is_dir() else folder / "device"
-        name = _text(folder / "name") or folder.name
-        if asked is not None and asked not in (name, folder.name):
-            continue
-        if asked is None and BATTERY.match(name):
-            said.append(f"{name} is a battery or charger: ask for it with --meter hwmon:name={name}")
-            continue
-        if asked is None and GRAPHICS.match(name):
-            said.append(f"{name} is a graphics card: ask for it with --meter hwmon:name={name}")
-            continue
-        every = rails(place)
-        if not every:
-            said.append(f"{name} has no power")
-            continue
-        why = _usable(every)
+        every = _counted(rails(place))
+        kind = next((kind for names, kind in BY_NAME.items() if asked is None and names.match(name)), None)
+        if kind is not None:
+            why = f"{name} is {kind}: ask for it with --meter hwmon:name={name}"
+        else:
+            why = _usable(every) if every else f"{name} has no power"
         if not why:
             return _meter("hwmon", f"{folder.name} ({name})", every)
         said.append(why)
     if asked is not None and not said:
-        names = ", ".join(_text(f / "name") or f.name for f in folders) or "none"
+        names = ", ".join(folders.values()) or "none"
         said.append(f"there is no sensor {asked!r} in {root / CLASS}; there are: {names}")
     raise MeterError("; ".join(said) or f"there is no sensor in {root / CLASS}")
 
@@ -142,9 +151,7 @@ def find_jetson(options: Options, root: Path = Path("/")) -> Meter:
         *sorted((root / JETSON_NEW).glob("*/hwmon/hwmon*")),
         *sorted((root / JETSON_OLD).glob("*/iio:device*")),
     ]
-    every = [rail for folder in folders for rail in rails(folder)]
-    whole: list[Rail] = [rail for rail in every if WHOLE.search(rail.label)]
-    every = whole[:1] or every
+    every = _counted([rail for folder in folders for rail in rails(folder)])
     if not every:
         raise MeterError(f"no INA3221 rails in {root / JETSON_NEW} or {root / JETSON_OLD}: this is not a Jetson")
     why = _usable(every)
