@@ -226,7 +226,7 @@ def report(
     variants = [batched(v) for v in variants]
     about = header(replace(subject, variants=variants, failed={**subject.failed, **others}), command, settings) | {
         "input": {"shape": list(subject.shape), "dtype": subject.dtype}, "machine": description(adb),
-        "engines": {runner[0].name: ""}, "meter": chosen.brief, "before": state(adb), "training": None,
+        "meter": chosen.brief, "before": state(adb), "training": None,
     }  # fmt: skip
     about["rows"] = rows(adb, runner[0].name, variants, settings, chosen.meter, say)
     about["after"] = state(adb)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,14 +17,15 @@ from typer.core import TyperGroup
 
 from edge_client.bench import android, compare, measure, plots
 from edge_client.bench import report as reports
+from edge_client.bench.measure import Settings
 from edge_client.bench.subject import Subject, find_subject
 from edge_client.bench.tables import plain_table
 from edge_client.bench.training import Training, made_data, training
-from edge_client.bench.variants import MAKERS, Variant
+from edge_client.bench.variants import MAKERS
 from edge_client.cli import PLAIN
 from edge_client.errors import ConfigError
 from edge_client.files import write_whole
-from edge_client.measure import engines, machine
+from edge_client.measure import machine
 from edge_client.measure.adb import connect
 from edge_client.measure.meters import AUTO, choose
 from edge_client.methods import make_method
@@ -60,7 +61,8 @@ app = typer.Typer(
 @app.command(RUN)
 def run(
     models: Annotated[
-        list[str], typer.Argument(help="A bundle's folder or name, or .onnx and .pte files side by side.")
+        list[str],
+        typer.Argument(metavar="MODEL...", help="A bundle's folder or name, or .onnx and .pte files side by side."),
     ],
     personal: Annotated[
         Path | None, typer.Option(help="Safetensors with `parameters`, or `mask`, for masked and compact variants.")
@@ -79,14 +81,20 @@ def run(
         str | None, typer.Option(help="Of model files: the input's shape, like 1,3,224,224, where axes are free.")
     ] = None,
     threads: Annotated[str, typer.Option(help="Numbers of threads, like 1,4; `all`: every processor.")] = "1,all",
-    runs: Annotated[int, typer.Option(min=1, help="Timed runs of each variant.")] = 1024,
-    warm_up: Annotated[int, typer.Option(min=0, help="Runs before them.")] = 50,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Most seconds of runs for each number of threads.")] = 60.0,
+    runs: Annotated[int, typer.Option(min=1, help="Timed runs of each variant.")] = Settings.runs,
+    warm_up: Annotated[int, typer.Option(min=0, help="Runs before them.")] = Settings.warm_up,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Most seconds of runs for each number of threads.")
+    ] = Settings.seconds,
     meter: Annotated[
         str, typer.Option(help="auto, none, or a meter with options, like ina219:bus=1,shunt=0.1.")
     ] = AUTO,
-    energy_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds a variant runs for its joules.")] = 3.0,
-    cold_starts: Annotated[int, typer.Option(min=0, help="Processes for cold start and memory; 0: none.")] = 3,
+    energy_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds a variant runs for its joules.")
+    ] = Settings.energy_seconds,
+    cold_starts: Annotated[
+        int, typer.Option(min=0, help="Processes for cold start and memory; 0: none.")
+    ] = Settings.cold_starts,
     method: Annotated[str, typer.Option(help="The method of the training round; `none`: no training.")] = "lattice",
     adb: Annotated[str | None, typer.Option(help="Measure on this phone: its serial, or `auto`.")] = None,
     runner: Annotated[
@@ -96,7 +104,7 @@ def run(
         Path | None, typer.Option("--output", "-o", help="Folder for report.json, report.md and report.png.")
     ] = None,
 ) -> None:
-    """Measure a bundle's variants, or the model files that are given (this is what `bench PATH` does)."""
+    """Measure a bundle's variants, or model files side by side."""
     if adb is not None and not runner:
         raise ConfigError(
             "a phone needs a runner: --runner executor_runner for .pte files, --runner onnxruntime_perf_test "
@@ -110,25 +118,24 @@ def run(
     if output is not None:
         _folder(output)
     phone = None if adb is None else connect(None if adb == AUTO else adb)
-    most = measure.default_threads()[-1]
+    most = len(os.sched_getaffinity(0))
     if phone is None:
         chosen = choose(meter, exported=True)
     else:
         chosen = choose(meter, "android", more={"serial": phone.serial}, exported=True)
         if "all" in threads.split(","):
             most = android.processors(phone)
-    settings = measure.Settings(_threads(threads, most), runs, warm_up, seconds, energy_seconds, cold_starts)
+    settings = Settings(_threads(threads, most), runs, warm_up, seconds, energy_seconds, cold_starts)
     command = shlex.join(["maskfleet", *sys.argv[1:]])
     console = Console(emoji=False)
     with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
         wanted = tuple(MAKERS) if variants == "all" else tuple(dict.fromkeys(variants.replace(" ", "").split(",")))
-        subject = find_subject(models, personal, keep, data, _numbers(shape), wanted, Path(scratch))
+        sizes = None if shape is None else _numbers("--shape", shape)
+        subject = find_subject(models, personal, keep, data, sizes, wanted, Path(scratch))
         if phone is not None and runner is not None:
             found = android.report(subject, command, phone, runner, settings, chosen, _say)
         else:
             trains = _training(subject, method, settings.threads[0])
-            if text := slow(subject.variants, settings, subject.bundle is not None):
-                _say(text)
             found = measure.report(subject, command, settings, chosen, trains, _say, before)
     reports.show(found, console)
     if output is not None:
@@ -147,37 +154,20 @@ def _training(subject: Subject, method: str, threads: int) -> Training | None:
     return training(subject.bundle, samples, {"name": method}, threads=threads)
 
 
-def slow(variants: Sequence[Variant], settings: measure.Settings, of_bundle: bool) -> str:
-    """A line on the starts of ExecuTorch, where variants need them; "" where none does."""
-    names = [v.name for v in variants if engines.engine_of(v.file) == engines.EXECUTORCH]
-    if not names or not settings.cold_starts:
-        return ""
-    starts = settings.cold_starts * len(names) * len(settings.threads)
-    less = "--variants dense,compact" if of_bundle else "--cold-starts 0"
-    return f"{', '.join(names)}: {starts} starts of ExecuTorch follow, about 15 s each; {less} leaves them out"
-
-
 def _threads(text: str, most: int) -> tuple[int, ...]:
-    try:
-        found = {most if word == "all" else int(word) for word in text.split(",")}
-    except ValueError:
-        found = {0}
+    found = _numbers("--threads", text.replace("all", str(most)))
     if max(found) > CROWD * most:
         raise ConfigError(f"--threads {max(found)} is more than {CROWD} times the {most} processors; give fewer")
-    if min(found) < 1:
-        raise ConfigError(f"--threads {text}: numbers from 1 up with commas between, or `all`, are due")
-    return tuple(sorted(found))
+    return tuple(sorted(set(found)))
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
+def _numbers(option: str, text: str) -> tuple[int, ...]:
     try:
         found = tuple(int(word) for word in text.split(","))
     except ValueError:
         found = (0,)
     if min(found) < 1:
-        raise ConfigError(f"--shape {text}: numbers from 1 up with commas between are due, like 1,3,224,224")
+        raise ConfigError(f"{option} {text}: numbers from 1 up with commas between are due")
     return found
 
 
@@ -210,7 +200,7 @@ def compare_(
     first: Annotated[Path, typer.Argument(help="A report.json, or the folder that holds it.")],
     second: Annotated[Path, typer.Argument(help="Another one.")],
 ) -> None:
-    """Compare two reports: ratio of the medians, and whether it is more than two starts may differ by."""
+    """Compare two reports: which is faster, or needs less."""
     a, b = compare.read(first), compare.read(second)
     found = compare.pairs(a, b)
     if not found:

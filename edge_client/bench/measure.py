@@ -6,7 +6,6 @@ of its own; energy in a block of its own between two rests. See `docs/bench.md`.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +31,6 @@ from edge_client.measure.meters import Choice
 
 FORMAT = 1
 REST = 1.0  # seconds of rest on each side of a block whose energy is measured
-COLD_STARTS = 3
 FEWEST_ROUNDS = 3  # of training, however long they take
 BUSY = 0.25  # load of each core before the start from which it is said
 LOSSES = 0.1  # of a block's samples, from which it is said
@@ -48,12 +46,7 @@ class Settings:
     warm_up: int = 50
     seconds: float = 60.0
     energy_seconds: float = 3.0
-    cold_starts: int = COLD_STARTS
-
-
-def default_threads() -> tuple[int, ...]:
-    """One thread, and all processors that may be used."""
-    return tuple(sorted({1, len(os.sched_getaffinity(0))}))
+    cold_starts: int = 3
 
 
 def recorded(
@@ -275,7 +268,7 @@ def report(
     x = engines.batch(subject.shape, subject.dtype) if subject.data is None else subject.data.x[:1]
     about = header(subject, command, settings) | {
         "input": {"shape": list(x.shape), "dtype": x.dtype.name}, "machine": machine.description(),
-        "engines": engines.found(), "meter": chosen.brief, "before": dict(before),
+        "meter": chosen.brief, "before": dict(before),
     }  # fmt: skip
     rows = inference(subject.variants, x, settings, say)
     trained = None if trains is None else training(trains, settings, say)

@@ -139,7 +139,7 @@ def made(source: Source, folder: Path, names: Sequence[str] = tuple(MAKERS)) -> 
             raise ConfigError(f"there is no variant {name!r}; choose some of {', '.join(MAKERS)}")
         end, make = MAKERS[name]
         file = folder / f"{name}{end}"
-        absent = engines.found()[engines.engine_of(file)]
+        absent = engines.missing(engines.engine_of(file))
         if absent:
             failed[name] = f"its engine is {absent}"
             continue

@@ -23,10 +23,10 @@ ADVICE = "name a model that ONNX Runtime runs, such as a personal.onnx"
 Call = Callable[[], object]
 
 
-def found() -> dict[str, str]:
-    """Every engine by name: "" when it is installed, else what to run."""
-    missing = "not installed; run: pip install 'maskfleet[author]'"
-    return {ONNX: "", EXECUTORCH: "" if find_spec("executorch") and find_spec("torch") else missing}
+def missing(engine: str) -> str:
+    """What to run before `engine` is there; "" when it is installed."""
+    there = engine == ONNX or (find_spec("executorch") and find_spec("torch"))
+    return "" if there else "not installed; run: pip install 'maskfleet[author]'"
 
 
 def engine_of(path: Path) -> str:
@@ -45,9 +45,8 @@ def open_model(path: Path, x: NDArray[Any], threads: int = 1) -> Call:
 
 
 def _pte(path: Path, threads: int = 1) -> Pte:
-    missing = found()[EXECUTORCH]
-    if missing:
-        raise ConfigError(f"{path} needs ExecuTorch: {missing}")
+    if absent := missing(EXECUTORCH):
+        raise ConfigError(f"{path} needs ExecuTorch: {absent}")
     from edge_client.runtimes.executorch import open_pte
 
     program = open_pte(path, threads=threads)
