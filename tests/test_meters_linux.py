@@ -353,7 +353,7 @@ def test_an_agx_orins_rails_are_added_and_its_peripheral_rail_is_no_total(tmp_pa
 
 def test_a_graphics_card_is_not_taken_for_the_machine_unless_it_is_named(tmp_path: Path) -> None:
     write(tmp_path / hwmon.CLASS / "hwmon0/name", "amdgpu")
-    write(tmp_path / hwmon.CLASS / "hwmon0/power1_average", 11_000_000)
+    write(tmp_path / hwmon.CLASS / "hwmon0/power1_input", 11_000_000)
     with pytest.raises(MeterError, match="amdgpu is a graphics card"):
         hwmon.find_hwmon({}, tmp_path)
     assert hwmon.find_hwmon({"name": "amdgpu"}, tmp_path).what.startswith("hwmon0 (amdgpu)")
@@ -403,6 +403,13 @@ def test_hwmon_power_is_summed_over_rails_or_taken_from_the_whole_boards(tmp_pat
     write(folder / "power2_label", "Total board power")
     meter = hwmon.find_hwmon({}, tmp_path)
     assert meter.what == "hwmon3 (ina226), Total board power"
+
+
+def test_an_average_over_seconds_is_no_power(tmp_path: Path) -> None:
+    write(tmp_path / hwmon.CLASS / "hwmon0/name", "power_meter")
+    write(tmp_path / hwmon.CLASS / "hwmon0/power1_average", 11_000_000)
+    with pytest.raises(MeterError, match="power_meter has no power"):
+        hwmon.find_hwmon({}, tmp_path)
 
 
 def test_a_power_supplys_input_is_taken_alone_and_its_outputs_are_not_added(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ app = typer.Typer(
 def run(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="A bundle's folder or name, or .onnx and .pte files side by side."),
+        typer.Argument(metavar="MODEL", help="A bundle's folder or name, or .onnx and .pte files side by side."),
     ],
     personal: Annotated[
         Path | None, typer.Option(help="Safetensors with `parameters`, or `mask`, for masked and compact variants.")

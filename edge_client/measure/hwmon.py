@@ -2,7 +2,8 @@
 
 A sensor has rails. A rail is `powerN_input` (microwatts), or `currN_input` (mA) times `inN_input` (mV), by number or by
 equal labels. A rail whose label is the whole board's, or a power supply's input, is taken alone: the others are parts
-of it. Older Jetson systems show their INA3221 as `in_powerN_input` (milliwatts) in `/sys/bus/i2c/drivers/ina3221x`.
+of it. Older Jetson systems show their INA3221 as `in_powerN_input` (milliwatts) in `/sys/bus/i2c/drivers/ina3221x`. A
+`powerN_average` is no rail: it is of the last second or more, and a block of load has three.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _of_iio(folder: Path) -> list[Rail]:
 
 
 def _of_powers(folder: Path) -> list[Rail]:
-    files = {_index(f): f for kind in ("average", "input") for f in sorted(folder.glob(f"power*_{kind}"))}
+    files = {_index(f): f for f in sorted(folder.glob("power*_input"))}
     return [Rail(_text(folder / f"power{n}_label") or f"power{n}", (file,), 1e-6) for n, file in files.items()]
 
 
