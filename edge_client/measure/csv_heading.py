@@ -40,6 +40,8 @@ OTHER = "factor max min peak limit set apparent reactive rms shunt zone interval
 """Words of what is no reading."""
 KEYS = {word: key for key, words in WORDS.items() for word in words.split()}
 MOST = 50  # lines above the heading
+QUANTITY_ALONE, WITH_WORDS, UNIT_ALONE = 0, 1, 2
+"""How surely a name is that of a quantity."""
 
 
 @dataclass(frozen=True)
@@ -123,20 +125,25 @@ def _parts(name: str) -> tuple[list[str], str]:
 
 
 def _meaning(name: str) -> tuple[str, int, float]:
-    """What a column holds ("" for anything else), how surely (0 the most), its unit's scale (0: not known, 1: none)."""
+    """What a column holds ("" for anything else), how surely (0 the most), and its unit's scale (0: not known)."""
     words, unit = _parts(name)
-    # A capital M is no milli.
-    measured, scale = UNITS.get(unit.lower(), ("", 0.0)) if not re.match(r"M[A-Za-z]$", unit) else ("", 0.0)
     keys = {KEYS[word] for word in words if word in KEYS}
     plain = all(word in KEYS or word in PLAIN.split() for word in words)
-    if set(OTHER.split()) & set(words):
+    if set(OTHER.split()) & set(words) or not (keys or plain):
         return "", 0, 0.0
+    measured, scale = _unit(unit)
     if not keys:
-        return (measured, 2, scale) if plain else ("", 0, 0.0)
-    key = measured if measured in keys else keys.pop() if len(keys) == 1 else ""  # "current power (W)" is a power
-    rank = 0 if len(words) == 1 and words != ["date"] else 1
-    if plain and (not unit or (key == "time" and (":" in unit or unit.lower() in ZONES))):  # (hh:mm:ss)
-        return key, rank, 1.0
-    if plain or key == measured:
-        return key, rank, scale if key == measured else 0.0
-    return "", 0, 0.0
+        return measured, UNIT_ALONE, scale
+    # "current power (W)" is a power
+    key = measured if measured in keys else keys.pop() if len(keys) == 1 else ""
+    rank = QUANTITY_ALONE if len(words) == 1 and words != ["date"] else WITH_WORDS
+    if key == measured:
+        return key, rank, scale
+    bare = not unit or (key == "time" and (":" in unit or unit.lower() in ZONES))  # (hh:mm:ss)
+    return (key, rank, 1.0 if bare else 0.0) if plain else ("", 0, 0.0)
+
+
+def _unit(unit: str) -> tuple[str, float]:
+    """What a unit measures, and how much of the base unit it is; "" and 0 for one that is not known."""
+    mega = re.match(r"M[A-Za-z]$", unit)  # its small letter is milli
+    return ("", 0.0) if mega else UNITS.get(unit.lower(), ("", 0.0))
