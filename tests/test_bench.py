@@ -828,13 +828,17 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
         assert "choose another --output" in str(invoke("bench", DIGITS, "-o", folder).exception)
 
 
-def test_a_picture_that_cannot_be_drawn_costs_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(*given: Any) -> None:
-        raise ConfigError("no font")
+@pytest.mark.parametrize("part", [(plots, "draw"), (report, "show")])
+def test_a_picture_or_table_that_cannot_be_shown_costs_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: tuple[Any, str]
+) -> None:
+    def fail(*given: Any) -> None:
+        raise BrokenPipeError
 
-    monkeypatch.setattr(plots, "draw", draw)
+    monkeypatch.setattr(*part, fail)
     words = ["--threads", "1", "--method", "none", "--variants", "dense", "--meter", "none", "-o", tmp_path]
-    assert "no font" in str(invoke("bench", DIGITS, *QUICK, *words).exception)
+    with pytest.raises(BrokenPipeError):
+        invoke("bench", DIGITS, *QUICK, *words)
     assert compare.read(tmp_path)["rows"]
     assert "| dense |" in (tmp_path / "report.md").read_text()
 

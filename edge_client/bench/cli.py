@@ -127,7 +127,6 @@ def run(
             most = android.processors(phone)
     settings = Settings(_threads(threads, most), runs, warm_up, seconds, energy_seconds, cold_starts)
     command = shlex.join(["maskfleet", *sys.argv[1:]])
-    console = Console(emoji=False)
     with tempfile.TemporaryDirectory(prefix="maskfleet-bench-") as scratch:
         wanted = tuple(MAKERS) if variants == "all" else tuple(dict.fromkeys(variants.replace(" ", "").split(",")))
         sizes = None if shape is None else _numbers("--shape", shape)
@@ -137,9 +136,9 @@ def run(
         else:
             trains = _training(subject, method, settings.threads[0])
             found = measure.report(subject, command, settings, chosen, trains, _say, before)
-    reports.show(found, console)
-    if output is not None:
+    if output is not None:  # before the tables, whose reader may be gone: `bench ... | head`
         _write(found, output)
+    reports.show(found, Console(emoji=False))
 
 
 def _say(text: str) -> None:
