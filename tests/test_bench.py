@@ -724,7 +724,8 @@ case "$*" in
   *" push "*) shift 3; for f in "$@"; do [ -f "$f" ] && cp "$f" phone/; done; exit 0;;
   *"executor_runner"*chmod*|*chmod*|*mkdir*) ;;
   *"--model_path=compact.pte"*) printf 'I 00:00 Iteration 1 of 2: 1.500000 ms\\nIteration 2 of 2: 2.500000 ms\\n';;
-  *"--model_path=dense.pte"*) printf 'Model executed successfully 4 time(s) in 40.0 ms.\\n';;
+  *"--model_path=dense.pte"*) printf 'Iteration 1 of 1: 10.000000 ms\\nModel executed successfully\\n';;
+  *"--model_path=old.pte"*) printf 'Model executed successfully 4 time(s) in 40.0 ms.\\nOutputs\\n';;
   *"--model_path=broken.pte"*) printf 'Failed to load program\\n';;
   *perf_test*dense.onnx*) printf 'm,0.009,50000000,90,0\\nm,0.011,52000000,90,1\\n' > times.csv;;
   *perf_test*compact.onnx*) printf 'm,3e-03,20000000,90,0\\nm,0.003,20000000,90,1\\n' > times.csv;;
@@ -760,7 +761,7 @@ def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pyt
     monkeypatch.setattr("edge_client.bench.subject.sample_of", lambda path, asked: ((1, 12), "float32"))
     monkeypatch.setattr("edge_client.bench.subject.free_axes", lambda path: [])
     monkeypatch.setattr("edge_client.bench.android.largest_batch", lambda path: 1 if path.stem == "dense" else 32)
-    for name in ("dense.pte", "compact.pte", "broken.pte"):
+    for name in ("dense.pte", "compact.pte", "broken.pte", "old.pte"):
         (phone / name).write_bytes(bytes(100))
     words = ["--adb", "auto", "--runner", phone / "executor_runner", "--threads", "1,4", "--meter", "none"]
     result = invoke("bench", phone / "dense.pte", phone / "compact.pte", *words, "-o", phone / "o")
@@ -781,7 +782,9 @@ def test_a_phone_runs_pte_files_by_executor_runner(phone: Path, monkeypatch: pyt
     assert order[:4] == ["dense", "compact", "dense", "compact"]  # in turns
     assert "--cpu_threads=4" in calls
     result = invoke("bench", phone / "broken.pte", *words)
-    assert "printed no times for broken.pte: Failed to load program" in str(result.exception)
+    assert "printed no times of the runs of broken.pte: Failed to load program" in str(result.exception)
+    result = invoke("bench", phone / "old.pte", *words)
+    assert "no times of the runs of old.pte: it is of an older ExecuTorch" in str(result.exception)
 
 
 def test_a_phone_runs_onnx_files_by_perf_test_and_gives_its_memory(phone: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ FOLDER = "/data/local/tmp/maskfleet"
 TURNS = 8  # in which the runs of a model are made
 SECONDS = 600.0
 ITERATION = re.compile(r"Iteration \d+ of \d+: ([\d.]+) ms")
-WHOLE = re.compile(r"executed successfully (\d+) time\(s\) in ([\d.]+) ms")
+WHOLE = "Model executed successfully"
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,8 @@ def _executor_runner(adb: Adb, runner: str, model: str, threads: int, runs: int)
     said = adb.shell(command, SECONDS)
     times = [float(ms) for ms in ITERATION.findall(said)]
     if not times:
-        whole = WHOLE.search(said)
-        if whole is None:
-            raise AdbError(f"{runner} printed no times for {model}: {_last(said)}")
-        # An older runner prints only the sum.
-        times = [float(whole[2]) / int(whole[1])] * int(whole[1])
+        older = ": it is of an older ExecuTorch, which prints their sum; build a newer one" if WHOLE in said else ""
+        raise AdbError(f"{runner} printed no times of the runs of {model}{older or f': {_last(said)}'}")
     return Turn(np.array(times))
 
 
