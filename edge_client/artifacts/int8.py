@@ -1,7 +1,7 @@
 """int8 for ONNX Runtime: static quantisation, calibrated on the device's own samples. No PyTorch.
 
-Weights have a scale for each channel, activations one for each tensor. What ONNX Runtime does not quantise, such as
-recurrent layers, or does not run, as a product with more than one stored matrix, stays float.
+Weights have a scale for each channel, activations one for each tensor. Some operators stay float: those that ONNX
+Runtime does not quantise, such as recurrent layers, and products with several stored matrices, which it would not run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m edge_client.bench.child '{"file": ..., "shape": [...], "dtype": ..., "threads": 1, "runs": 20}'
 
-Prints one JSON object: milliseconds to import the engine, and from opening the file to the first result; the most
-memory of the process, and the model's part of it; None where the system does not say it.
+Prints one JSON object: milliseconds to import the engine, and from opening the file to the first result; megabytes that
+the process held at most, and the model's part of them, each null where the system does not report it.
 """
 
 from __future__ import annotations

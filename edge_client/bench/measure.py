@@ -1,7 +1,7 @@
-"""Everything that a benchmark measures of variants on this machine, as a report: plain values, ready for JSON.
+"""A benchmark of variants on this machine, as a report: plain values, ready for JSON.
 
-A row is one variant on so many threads. Latency is taken in turns over all variants; memory and cold start in a process
-of its own; energy in a block of its own between two rests. See `docs/bench.md`.
+A row is one variant on one number of threads. All variants of a number take turns for their times. A row's memory and
+cold start are measured in processes of its own, its energy in a block between two rests. See `docs/bench.md`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Settings:
 def recorded(
     works: Iterable[Callable[[], int]], meter: Meter, rest: float
 ) -> tuple[Trace, list[tuple[list[float], int]]]:
-    """One recording of all works; of each the moments of rest, begin, end and rest, and the calls that it returns.
+    """One recording of all works, and for each work four moments and its number of calls.
 
-    Each work is made before its block, so its preparation is outside every window. A meter may fail in any way.
+    The moments are those at which rest, work, rest begin, and the end. A work is made before its block, so that its
+    preparation is outside every window. Raises what the meter raises.
     """
     found = []
     meter.start()
@@ -91,7 +92,7 @@ def lasting(call: Callable[[], object], seconds: float) -> Callable[[], int]:
 def add_energy(
     rows: Sequence[dict[str, Any]], works: Iterable[Callable[[], int]], meter: Meter | None, rest: float
 ) -> None:
-    """Add to each row its work's joules a call above rest, their error, lost samples; or why there is none."""
+    """Add to each row the joules of a call above rest, their error and lost samples; or why there are none."""
     if meter is None or not rows:
         return
     try:
@@ -264,7 +265,7 @@ def report(
     say: Say,
     before: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Measure all of it; `before` is the machine's state before anything was done on it."""
+    """The report of a subject; `before` is the machine's state before variants were made."""
     x = engines.batch(subject.shape, subject.dtype) if subject.data is None else subject.data.x[:1]
     about = header(subject, command, settings) | {
         "input": {"shape": list(x.shape), "dtype": x.dtype.name}, "machine": machine.description(),

@@ -183,7 +183,7 @@ class CsvMeter:
         self._first = self.emit()
 
     def stop(self) -> Trace:
-        """Play the last sync pulse, wait for the file, and align it; one in doubt may be mended. Raises MeterError."""
+        """Play the last sync pulse, wait for the file, align it. A file in doubt may be mended. Raises MeterError."""
         if self._first is None:
             raise MeterError("the csv meter was not started")
         last = self.emit()

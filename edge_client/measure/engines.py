@@ -40,7 +40,7 @@ def engine_of(path: Path) -> str:
 
 
 def open_model(path: Path, x: NDArray[Any], threads: int = 1) -> Call:
-    """The model in `path` on the batch `x`. Raises ConfigError when its engine is missing or it does not run."""
+    """A call that runs the model in `path` on the batch `x`. Raises ConfigError when that does not run here."""
     return onnx_call(path, x, threads) if engine_of(path) == ONNX else _pte_call(path, x, threads)
 
 
@@ -131,7 +131,7 @@ def _input_of(path: Path) -> tuple[Sequence[int | str | None], str]:
 
 
 def free_axes(path: Path) -> list[int]:
-    """The axes but the first that have no size of their own. Raises ConfigError."""
+    """The axes without a fixed size, other than the first. Raises ConfigError."""
     return [i for i, n in enumerate(_input_of(path)[0]) if i and not isinstance(n, int)]
 
 

@@ -1,4 +1,4 @@
-"""Wall and CPU time of calls on this machine, taken in turns, and what is said of them.
+"""Wall and CPU time of calls on this machine, taken in turns, and their percentiles.
 
 Calls to be compared are timed in turns, so that a busy moment or a change of clock affects all of them: their ratio is
 then far steadier than either figure.
@@ -79,9 +79,9 @@ def _timed(call: Callable[[], object]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is said of a series of times in ms.
+    """A series of times in numbers, milliseconds.
 
-    Intervals hold the true percentile with probability `SURE`, of independent runs; None where the runs are too few.
+    Each interval holds the true percentile of independent runs with probability `SURE`; None where they are too few.
     """
 
     p50: float
@@ -121,9 +121,9 @@ def summary(times: F64) -> Summary:
 
 
 def ranks(n: int, share: float) -> tuple[int, int] | None:
-    """Places among `n` sorted values between which the quantile `share` lies with probability `SURE`; None for few.
+    """The places in `n` sorted values between which the quantile `share` lies with probability `SURE`.
 
-    How many of the values lie below it is binomial.
+    None where the values are too few. The number of values below the quantile is binomial.
     """
     logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
     k = np.arange(n + 1)
@@ -134,9 +134,9 @@ def ranks(n: int, share: float) -> tuple[int, int] | None:
 
 
 def latency(models: Sequence[Path | bytes], x: NDArray[Any], threads: int = 1) -> tuple[float, ...]:
-    """The median milliseconds of each model in ONNX Runtime on the batch `x`, timed in turns. Each has one input.
+    """The median milliseconds of each model in ONNX Runtime on the batch `x`, timed in turns.
 
-    `models` are files or serialised models. Raises ConfigError when a model does not open or does not take `x`.
+    `models` are files or serialised models of one input. Raises ConfigError when one does not open or take `x`.
     """
     calls = [onnx_call(model, x, threads) for model in models]
     wall = in_turns(calls, seconds=SECONDS).wall

@@ -1,4 +1,4 @@
-"""The machine: what it is, how warm and fast its processor is now. What the system does not report is None."""
+"""The machine: its description, and its state now. What the system does not report is None."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def installed(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def description(root: Path = Path("/")) -> dict[str, Any]:
-    """What a comparison with another machine's figures needs."""
+    """The machine's parts and software: figures of two machines are compared beside these."""
     cpu = root / "sys/devices/system/cpu"
     frequency = cpu / "cpu0/cpufreq"
     limits = [_read(frequency / f"cpuinfo_{end}_freq") for end in ("min", "max")]

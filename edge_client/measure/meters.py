@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def lines(self) -> list[str]:
-        """The choice in words, one line a family."""
+        """The choice, then a line for each family that was not taken."""
         return [self.why, *(f"  not {name}: {why}" for name, why in sorted(self.others.items()))]
 
     @property

@@ -32,7 +32,7 @@ class Readings:
 
 
 def poll(read: Callable[[], float], period: float, now: Now, wait: Wait) -> Readings:
-    """Read about every `period` seconds until `wait` returns true, and once more then.
+    """Read about every `period` seconds until `wait` returns true, then once more.
 
     Intervals vary by a quarter, so that a load that repeats does not keep step with the readings. A reading's time is
     the middle of the call. A reading that raises OSError is lost. After a late reading the next is due at once.
