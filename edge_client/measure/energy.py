@@ -103,32 +103,53 @@ def joules(trace: Trace, start: float, end: float) -> Energy:
     if trace.unit == "J":
         times, values = _prolonged(times, values, start, end)
     low, high = np.searchsorted(times, [start, end], "right")
-    t = np.concatenate([[start], times[low:high][times[low:high] < end], [end]])
+    inside = times[low:high][times[low:high] < end]
+    t = np.concatenate([[start], inside, [end]])
     v = np.interp(t, times, values)
     # The intervals that the window touches, whole: their ends are samples.
     around = slice(max(low - 1, 0), min(high + 1, len(times)))
-    rounding = trace.accuracy.step / 12**0.5
-    if trace.unit == "W":
-        power, changes, used = v, np.abs(np.diff(v)), np.diff(t)
-        total = float(np.dot(used, (v[1:] + v[:-1]) / 2))
-        rounding *= float(np.sqrt(np.sum(used**2)))
-    else:
-        gaps = np.diff(times[around])
-        power = np.diff(values[around]) / gaps
-        # Between two readings of a counter nothing is lost: only the window's two ends are uncertain.
-        changes, used = np.full(2, np.ptp(power) if len(power) > 1 else 0.0), gaps[[0, -1]]
-        total = float(v[-1] - v[0])
-    if not isfinite(total):
+    found = _of_power(t, v) if trace.unit == "W" else _of_counter(times[around], values[around], v)
+    if not isfinite(found.joules):
         raise MeterError("the meter's recording has a value that is no number; check its wiring, and measure again")
-    late = used > LATE * trace.period
-    spread = np.where(late, np.maximum(changes, np.std(power)), changes)
-    # A change of power somewhere within an interval moves the trapezoid by up to half of it: uniform, so /sqrt(12).
-    sampling = float(np.sqrt(np.sum((spread * used) ** 2) / 12))
-    edges = trace.skew * float(np.ptp(power)) if len(power) else 0.0
+    late = found.gaps > LATE * trace.period
+    changes = np.where(late, np.maximum(found.changes, np.std(found.power)), found.changes)
+    # A change of power somewhere within a gap moves the trapezoid by up to half of it: uniform, so /sqrt(12). So does
+    # the resolution of a value.
+    sampling = float(np.sqrt(np.sum((changes * found.gaps) ** 2) / 12))
+    rounding = trace.accuracy.step * found.values / 12**0.5
+    edges = trace.skew * float(np.ptp(found.power))
     return Energy(
-        total, end - start, int(high - low), lost(times[around], trace.period), trace.clipped,
+        found.joules, end - start, int(high - low), lost(times[around], trace.period), trace.clipped,
         hypot(sampling, rounding, edges), trace.accuracy,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The joules of a window, and what may be wrong with them."""
+
+    joules: float
+    values: float
+    """By how much they move if all values move by one, each its own way."""
+    power: F64
+    """Watts, wherever the samples show them."""
+    gaps: F64
+    """Seconds between samples, in which a change of power may be anywhere."""
+    changes: F64
+    """Watts by which it changed in each gap."""
+
+
+def _of_power(times: F64, watts: F64) -> _Sum:
+    gaps = np.diff(times)
+    total = float(np.dot(gaps, (watts[1:] + watts[:-1]) / 2))
+    return _Sum(total, float(np.linalg.norm(gaps)), watts, gaps, np.abs(np.diff(watts)))
+
+
+def _of_counter(times: F64, counted: F64, window: F64) -> _Sum:
+    """From a counter's readings around the window, and those within. Only the window's two ends are uncertain."""
+    gaps = np.diff(times)
+    power = np.diff(counted) / gaps
+    return _Sum(float(window[-1] - window[0]), 1.0, power, gaps[[0, -1]], np.full(2, np.ptp(power)))
 
 
 def _check_covers(trace: Trace, start: float, end: float) -> None:
