@@ -622,6 +622,7 @@ def test_a_name_is_the_shortest_that_no_other_file_has() -> None:
         ([DIGITS, "--threads", "0"], "--threads 0"),
         ([DIGITS, "--meter", "abacus"], "there is no meter 'abacus'"),
         ([DIGITS, "--method", "magic"], "there is no method 'magic'"),
+        ([DIGITS, "--variants", "masked"], "digits can be made: masked: needs a mask: give --personal FILE"),
         ([DIGITS, "--adb", "auto"], "a phone needs a runner"),
         ([__file__, "--keep", "0.5"], "go with a bundle's folder"),
         (["digit"], "did you mean 'digits'?"),

@@ -92,7 +92,9 @@ def _of_bundle(
     samples = batch((64, *m.input.shape), m.input.dtype) if given is None else given.x
     variants, failed = made(Source(bundle, values, samples, noise=given is None), scratch, wanted)
     if not variants:
-        raise ConfigError(f"no variant of {folder} can be made: {failed}")
+        raise ConfigError(
+            f"no variant of {folder} can be made: {'; '.join(f'{k}: {why}' for k, why in failed.items())}"
+        )
     return Subject(m.name, variants, failed, (1, *m.input.shape), m.input.dtype, bundle, given)
 
 
