@@ -13,9 +13,7 @@ from rich.table import Table
 from edge_client.bench.tables import plain_table, unfolded
 
 BAR = 28  # characters of the longest bar
-TIMES = ("variant", "engine", "thr", "p50 ms", "±", "p90", "p99", "CV", "CPU ms", "faster")
 STATE = {"celsius": "°C", "mhz": "MHz", "load": "load", "free_mb": "free MB"}
-SIZES = ("variant", "thr", "peak MB", "model MB", "file kB", "MMACs", "import ms", "first ms", "mJ")
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -25,27 +23,38 @@ def figure(value: float | None, digits: int = 3) -> str:
     return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
-def time_cells(report: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row's times as text, in the order of `TIMES`; ± is half of the median's interval."""
+def times(report: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, str]:
+    """A row's times as text, each under its column's name; ± is half of the median's interval."""
     wall, cpu = row["wall_ms"], row.get("cpu_ms")
     low, high = wall["p50_interval"] or (None, None)
-    sure = "-" if low is None else f"{50 * (high - low) / wall['p50']:.1f}%"
-    return (
-        row["variant"], row["engine"], str(row["threads"]), figure(wall["p50"]), sure,
-        figure(wall["p90"]), figure(wall["p99"]), f"{100 * wall['cv']:.0f} %",
-        figure(None if cpu is None else cpu["p50"]), f"{ratios(report)[row['variant'], row['threads']]:.2f}x",
-    )  # fmt: skip
+    return {
+        "variant": row["variant"],
+        "engine": row["engine"],
+        "thr": str(row["threads"]),
+        "p50 ms": figure(wall["p50"]),
+        "±": "-" if low is None else f"{50 * (high - low) / wall['p50']:.1f}%",
+        "p90": figure(wall["p90"]),
+        "p99": figure(wall["p99"]),
+        "CV": f"{100 * wall['cv']:.0f} %",
+        "CPU ms": figure(None if cpu is None else cpu["p50"]),
+        "faster": f"{ratios(report)[row['variant'], row['threads']]:.2f}x",
+    }
 
 
-def size_cells(report: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What else a row has as text, in the order of `SIZES`."""
+def sizes(report: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, str]:
+    """What else a row has as text, each under its column's name."""
     about, joules = report["variants"][row["variant"]], row.get("joules")
-    return (
-        row["variant"], str(row["threads"]), figure(row.get("peak_mb")), figure(row.get("model_mb")),
-        figure(about["bytes"] / 1e3), figure(None if about["macs"] is None else about["macs"] / 1e6),
-        figure(row.get("import_ms")), figure(row.get("first_result_ms")),
-        "-" if joules is None else f"{figure(1e3 * joules)} ± {figure(1e3 * row['joules_error'], 2)}",
-    )  # fmt: skip
+    return {
+        "variant": row["variant"],
+        "thr": str(row["threads"]),
+        "peak MB": figure(row.get("peak_mb")),
+        "model MB": figure(row.get("model_mb")),
+        "file kB": figure(about["bytes"] / 1e3),
+        "MMACs": figure(None if about["macs"] is None else about["macs"] / 1e6),
+        "import ms": figure(row.get("import_ms")),
+        "first ms": figure(row.get("first_result_ms")),
+        "mJ": "-" if joules is None else f"{figure(1e3 * joules)} ± {figure(1e3 * row['joules_error'], 2)}",
+    }
 
 
 def ratios(report: Mapping[str, Any]) -> dict[tuple[str, int], float]:
@@ -122,13 +131,13 @@ def what(report: Mapping[str, Any]) -> str:
     return f"{report['model']}, {'one sample' if shape[:1] == [1] else 'a run'} of {shape}"
 
 
-def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], gap: int) -> Table:
-    """These columns, the first one on the left; nothing is folded."""
+def table(title: str, rows: Sequence[Mapping[str, str]], gap: int) -> Table:
+    """Rows of text by columns' names, the first column on the left; nothing is folded."""
     made = plain_table(title, gap)
-    for i, head in enumerate(heads):
+    for i, head in enumerate(rows[0]):
         made.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
-        made.add_row(*map(escape, row))
+        made.add_row(*map(escape, row.values()))
     return made
 
 
@@ -136,13 +145,14 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     """Print the report."""
     for line in facts(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    one = {row["engine"] for row in report["rows"]}
-    title = what(report) + (f", {one.pop()}" if len(one) == 1 else "")
-    for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
-        shown = [i for i, head in enumerate(heads) if one or head != "engine"]  # it is in the title
-        rows = [[found[i] for i in shown] for found in (cells(report, row) for row in report["rows"])]
-        make = partial(table, title, [heads[i] for i in shown], rows)
-        console.print(unfolded(make, console), crop=False)
+    engines = sorted({row["engine"] for row in report["rows"]})
+    one = len(engines) == 1
+    title = f"{what(report)}, {engines[0]}" if one else what(report)
+    for columns in (times, sizes):
+        rows = [columns(report, row) for row in report["rows"]]
+        if one:  # it is in the title
+            rows = [{head: cell for head, cell in row.items() if head != "engine"} for row in rows]
+        console.print(unfolded(partial(table, title, rows), console), crop=False)
         title = ""
     for line in [*bars(report), *training_lines(report), *notes(report)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -153,10 +163,11 @@ def markdown(report: Mapping[str, Any], plot: str | None = None) -> str:
     origin = f"`{report['command']}`, commit {report['commit'] or '-'}, {report['date']}."
     lines = [f"# {what(report)}", "", origin, ""]
     lines += [f"* {line.strip()}" for line in facts(report)]
-    for heads, cells in ((TIMES, time_cells), (SIZES, size_cells)):
-        rows = (cells(report, row) for row in report["rows"])
-        rule = "|".join(" --- " if i == 0 else " ---: " for i in range(len(heads)))
-        lines += ["", f"| {' | '.join(heads)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
+    for columns in (times, sizes):
+        rows = [columns(report, row) for row in report["rows"]]
+        rule = "|".join(" --- " if i == 0 else " ---: " for i in range(len(rows[0])))
+        head, *rest = (f"| {' | '.join(cells)} |" for cells in (rows[0], *(row.values() for row in rows)))
+        lines += ["", head, f"|{rule}|", *rest]
     lines += ["", *(f"* {line}" for line in [*training_lines(report), *notes(report)])]
     if plot is not None:
         lines += ["", f"![latency and memory]({plot})"]
