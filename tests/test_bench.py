@@ -807,6 +807,15 @@ def test_a_phone_runs_onnx_files_by_perf_test_and_gives_its_memory(phone: Path, 
     assert "is not there; name the runner" in str(missing.exception)
 
 
+def test_a_phone_that_hides_its_load_reports_none(phone: Path) -> None:
+    assert android.state(connect("PIXEL8"))["load"] == 0.1
+    program = phone / "adb"
+    program.write_text(program.read_text().replace("echo '0.10 0.2 0.3 1/2 3'", "echo 'Permission denied' >&2; exit 1"))
+    hidden = android.state(connect("PIXEL8"))
+    assert hidden["load"] is None
+    assert measure.warnings({"machine": {}, "before": hidden, "after": hidden, "rows": []}) == []
+
+
 def test_two_files_of_one_name_are_refused_on_a_phone(phone: Path) -> None:
     twins = [variants.Variant(name, phone / name / "personal.pte") for name in ("old", "new")]
     with pytest.raises(ConfigError, match=r"old/personal\.pte have one name"):

@@ -105,7 +105,7 @@ def description(adb: Adb) -> dict[str, Any]:
         "kernel": _text(adb, "uname -r"),
         "engines": {},
         "packages": machine.installed(machine.PACKAGES),
-        "virtual": False,
+        "virtual": None,
     }
 
 
@@ -126,7 +126,7 @@ def state(adb: Adb) -> dict[str, Any]:
     return {
         "celsius": None if celsius is None else int(celsius[1]) / 10,
         "mhz": round(float(np.mean(clocks)) / 1000) if clocks else None,
-        "load": float(load[0]) if load else 0.0,
+        "load": float(load[0]) if load else None,
         "free_mb": None,
     }
 

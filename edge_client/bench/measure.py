@@ -222,7 +222,7 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
             f"the governor is {governor!r}: the clock follows the load; run: "
             "echo performance | sudo tee /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
         )
-    if before["load"] > BUSY * (about.get("cores") or 1):
+    if before["load"] is not None and before["load"] > BUSY * (about.get("cores") or 1):
         said.append(f"the load was {before['load']:g} before the start: other processes shared the processor")
     if about.get("virtual"):
         said.append("this is a virtual machine: its processor may be shared, and its sensors are the host's")
