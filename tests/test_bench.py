@@ -431,7 +431,7 @@ def test_a_report_has_every_figure_of_every_variant_and_number_of_threads(digits
     assert {"processor", "kernel", "governor", "engines", "cores", "frequency_mhz"} <= found["machine"].keys()
     assert found["machine"]["engines"]["onnxruntime"]
     assert {"celsius", "mhz", "load"} <= found["before"].keys()
-    assert found["meter"] == ["no energy meter: switched off"]
+    assert found["meter"] == "no energy meter: switched off"
 
 
 def test_the_page_has_the_tables_and_the_picture_is_a_picture(digits: Path) -> None:

@@ -81,7 +81,7 @@ def facts(report: Mapping[str, Any]) -> list[str]:
             for key, name in STATE.items()
             if before.get(key) is not None
         ),
-        *report["meter"],
+        report["meter"],
     ]
 
 

@@ -51,10 +51,9 @@ class Choice:
         return [self.why, *(f"  not {name}: {why}" for name, why in sorted(self.others.items()))]
 
     @property
-    def brief(self) -> list[str]:
-        """The choice, and the meters that a permission would add."""
-        asks = "; `maskfleet bench meters` says why" if self.meter is None and self.others else ""
-        return [self.why + asks, *(line for line in self.lines[1:] if "may not be" in line)]
+    def brief(self) -> str:
+        """The choice in a line."""
+        return self.why + ("; `maskfleet bench meters` says why" if self.meter is None and self.others else "")
 
 
 def families() -> tuple[dict[str, Family], dict[str, str]]:
