@@ -148,6 +148,25 @@ def test_a_battery_in_milliamperes_is_seen_and_measured_by_its_unit(
         android.find_battery({"unit": "A"})
 
 
+def test_a_battery_that_is_plugged_in_or_hides_its_current_loses_readings_and_no_recording(
+    phone_of: Callable[..., Phone], tmp_path: Path
+) -> None:
+    phone = phone_of(SHAPES["constant"])
+    phone.current(0.0)
+    meter = android.find_battery({})
+    assert isinstance(meter, Polled)
+    assert meter.read() == pytest.approx(4.0)
+    phone.plugged = True
+    phone._battery()
+    with pytest.raises(OSError, match=r"the phone is charged \(USB powered\)"):
+        meter.read()
+    phone.plugged = False
+    phone._battery()
+    (tmp_path / "current").write_text("Unknown\n")
+    with pytest.raises(OSError, match="does not report its battery's current"):
+        meter.read()
+
+
 def test_a_phone_that_cannot_be_measured_says_why(phone_of: Callable[..., Phone], tmp_path: Path) -> None:
     phone = phone_of(SHAPES["constant"])
     with pytest.raises(MeterError, match="has no power rails"):

@@ -26,6 +26,7 @@ DUMP = "dumpsys android.hardware.power.stats.IPowerStats/default"
 ROW = re.compile(r"CH(\d+)\(T=(\d+)\)\[([^\]]+)\],\s*(\d+)")
 DUMPED = re.compile(r"\[([^\]]+)\]\S*\s+([\d.]+) mWs")
 PLUGS = ("AC powered", "USB powered", "Wireless powered", "Dock powered")
+NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
 PERIOD = 0.5  # seconds: a command through adb takes a tenth
 RAIL_ACCURACY = Accuracy(0.02, 0.0, 1e-6)
 DUMP_ACCURACY = Accuracy(0.02, 0.0, 0.1)  # dumpsys prints counters through float32
@@ -50,6 +51,14 @@ def parse_dump(text: str, wanted: re.Pattern[str]) -> float:
     return sum(rows) / 1e3
 
 
+def _reading(adb: Adb, command: str) -> str:
+    """What a command prints. Raises OSError when it fails: one reading is lost, not the recording."""
+    try:
+        return adb.shell(command)
+    except AdbError as error:
+        raise OSError(str(error)) from None
+
+
 @dataclass
 class Rails:
     """ODPM's files: polled like any meter, but a sample counts at the phone's time, aligned to this machine's."""
@@ -72,11 +81,7 @@ class Rails:
 
     def read(self) -> float:
         """Joules now; the phone's time is remembered. Raises OSError."""
-        try:
-            text = self.adb.shell(FILES)
-        except AdbError as error:
-            raise OSError(str(error)) from None
-        at, joules = parse_rails(text, self.wanted)
+        at, joules = parse_rails(_reading(self.adb, FILES), self.wanted)
         self.phone.append(at)
         self.host.append(self.now())
         return joules
@@ -107,11 +112,9 @@ def battery_watts(adb: Adb, unit: str | None = None) -> Callable[[], float]:
     `unit` is that of the current: Android defines uA, and some makers give mA. Raises MeterError when the phone hides
     the current, is being charged, or seems to give mA without that being said.
     """
-    state = dict(re.findall(r"^\s*([\w ]+): (\S+)", adb.shell("dumpsys battery"), re.MULTILINE))
-    powered = [name for name in PLUGS if state.get(name) == "true"]
-    if powered:
+    if plug := _plug(adb.shell("dumpsys battery")):
         raise MeterError(
-            f"phone {adb.serial} is charged ({powered[0]}), so its battery's current is not what it takes; run: "
+            f"phone {adb.serial} is charged ({plug}), so its battery's current is not what it takes; run: "
             "adb tcpip 5555, adb connect PHONE:5555, and unplug it"
         )
     commands = ("cmd battery get -f current_now", "cat /sys/class/power_supply/battery/current_now")
@@ -131,17 +134,20 @@ def battery_watts(adb: Adb, unit: str | None = None) -> Callable[[], float]:
     scale = AMPS[unit or "uA"]
 
     def watts() -> float:
-        try:
-            text = adb.shell(f"{command}; dumpsys battery")
-        except AdbError as error:
-            raise OSError(str(error)) from None
-        first, _, rest = text.partition("\n")
+        first, _, rest = _reading(adb, f"{command}; dumpsys battery").partition("\n")
         volts = re.search(r"^\s*voltage: (\d+)", rest, re.MULTILINE)
-        if volts is None:
-            raise OSError("the phone does not report its battery's voltage")
+        if volts is None or not NUMBER.fullmatch(first.strip()):
+            raise OSError("the phone does not report its battery's current and voltage")
+        if plug := _plug(rest):
+            raise OSError(f"the phone is charged ({plug})")
         return abs(float(first)) * scale * float(volts[1]) / 1e3
 
     return watts
+
+
+def _plug(battery: str) -> str | None:
+    """What charges the phone, of what `dumpsys battery` printed."""
+    return next((plug for plug in PLUGS if f"{plug}: true" in battery), None)
 
 
 def find_odpm(options: Options) -> Meter:
@@ -160,14 +166,8 @@ def find_odpm(options: Options) -> Meter:
     except (AdbError, OSError) as error:
         raise MeterError(f"phone {adb.serial} has no power rails (Pixel 6 and newer have): {error}") from None
 
-    def counted() -> float:
-        try:
-            return parse_dump(adb.shell(DUMP), wanted)
-        except AdbError as error:
-            raise OSError(str(error)) from None
-
     what = f"power rails of phone {adb.serial} named like {wanted.pattern}, by dumpsys"
-    return Polled("odpm", what, counted, "J", PERIOD, DUMP_ACCURACY)
+    return Polled("odpm", what, lambda: parse_dump(_reading(adb, DUMP), wanted), "J", PERIOD, DUMP_ACCURACY)
 
 
 def find_battery(options: Options) -> Meter:
