@@ -225,3 +225,10 @@ def test_the_shapes_are_what_they_say() -> None:
     assert constant(4, 10).energy(1, 3) == pytest.approx(8)
     assert ramp(0, 10, 10).energy(0, 10) == pytest.approx(50)
     assert pulses(0, 1, 1, 0.25, 8).energy(0.37, 7.37) == pytest.approx(7 * 0.25, rel=1e-6)
+
+
+def test_a_counter_that_goes_back_gives_no_joules_of_the_window_in_which_it_did() -> None:
+    counted = trace(range(9), [0, 1, 2, 3, 0, 1, 2, 3, 4], "J")
+    with pytest.raises(MeterError, match="counter goes back"):
+        joules(counted, 2, 6)
+    assert joules(counted, 5, 8).joules == 3

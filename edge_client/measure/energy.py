@@ -96,7 +96,8 @@ class Energy:
 def joules(trace: Trace, start: float, end: float) -> Energy:
     """Energy from `start` to `end`, times of `time.monotonic`.
 
-    Raises MeterError when the trace does not cover them, or holds a value that is no number.
+    Raises MeterError when the trace does not cover them, holds a value that is no number, or is of a counter that goes
+    back.
     """
     _check_covers(trace, start, end)
     times, values = trace.times, trace.values
@@ -149,6 +150,8 @@ def _of_counter(times: F64, counted: F64, window: F64) -> _Sum:
     """From a counter's readings around the window, and those within. Only the window's two ends are uncertain."""
     gaps = np.diff(times)
     power = np.diff(counted) / gaps
+    if np.any(power < 0):
+        raise MeterError("the meter's counter goes back: it was reset, or began again at its end; measure again")
     return _Sum(float(window[-1] - window[0]), 1.0, power, gaps[[0, -1]], np.full(2, np.ptp(power)))
 
 
