@@ -28,6 +28,7 @@ from edge_client.measure.meters import Family, Options, number
 
 THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
 CLOCK = re.compile(r"(\d+):(\d+):(\d+(?:\.\d*)?)(?: ?([AaPp])\.?[Mm]\.?)?")
+FRACTION = re.compile(r"\.\d+")
 DAY_FIRST = re.compile(r"\d{1,2}[./-]\d{1,2}[./-]\d{2,4}\b.*:.*")  # or month first
 WANTED = (("time", "power"), ("time", "voltage", "current"))
 CURRENT = (("time", "current"),)  # with the supply's voltage as an option
@@ -148,7 +149,9 @@ def _moment(text: str, mark: str) -> float:
     text = text.replace(",", ".")  # a fraction's
     clock = CLOCK.fullmatch(text)
     if clock is None:
-        return datetime.fromisoformat(text.replace("/", "-")).timestamp()
+        # Python 3.10 reads fractions of 3 or 6 digits, and no Z.
+        whole = FRACTION.sub(lambda found: found[0][:7].ljust(7, "0"), text)
+        return datetime.fromisoformat(whole.replace("/", "-").replace("Z", "+00:00")).timestamp()
     hours, minutes, seconds = map(float, clock.groups()[:3])
     if clock[4]:
         hours = hours % 12 + (12 if clock[4] in "Pp" else 0)
