@@ -6,6 +6,7 @@ cold start are measured in processes of its own, its energy in a block between t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from edge_client.measure.meters import Choice
 FORMAT = 1
 REST = 1.0  # seconds of rest on each side of a block whose energy is measured
 FEWEST_ROUNDS = 3  # of training, however long they take
+LEAVE = 2.0  # seconds in which a meter leaves its device as it was, after a block that failed
 BUSY = 0.25  # load of each core before the start from which it is said
 LOSSES = 0.1  # of a block's samples, from which it is said
 Say = Callable[[str], None]
@@ -69,11 +71,17 @@ def recorded(
             time.sleep(rest)
             marks.append(time.monotonic())
             found.append((marks, calls))
-    except BaseException:  # Ctrl-C too: a meter that fails as well must not hide it
-        with suppress(Exception):
-            meter.stop()
+    except BaseException:  # Ctrl-C too: a meter must neither hide it nor hold it up, as one that waits for a file would
+        ending = threading.Thread(target=_stop, args=(meter,), daemon=True)
+        ending.start()
+        ending.join(LEAVE)
         raise
     return meter.stop(), found
+
+
+def _stop(meter: Meter) -> None:
+    with suppress(Exception):
+        meter.stop()
 
 
 def lasting(call: Callable[[], object], seconds: float) -> Callable[[], int]:
