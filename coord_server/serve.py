@@ -193,9 +193,11 @@ def serve(
         raise ConfigError(f"--log-level {log_level!r} is not known; choose debug, info, warning or error")
     if (certificate is None) != (key is None):
         raise ConfigError("TLS needs both --certificate and --key")
-    for path in (certificate, key):
-        if path is not None and not path.is_file():
-            raise ConfigError(f"there is no file {path}; correct --certificate or --key")
+    tls = None if certificate is None or key is None else tls_of(certificate, key)
+    if data.is_symlink() and not data.exists():
+        raise ConfigError(
+            f"--data {data} is a link to {data.readlink()}, which is not there; mount its disk, or remove the link"
+        )
     origins = [_origin(given) for given in allow_origin or ()]
     set_up(log_format, log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
@@ -207,7 +209,7 @@ def serve(
         application = {"allow_origins": origins, "open_metrics": open_metrics}
         # A signal that the parent process blocks is blocked here too: SIGTERM would not end the coordinator.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
-        asyncio.run(_run(coordinator, places, listening, where, certificate, key, application))
+        asyncio.run(_run(coordinator, places, listening, where, tls, application))
 
 
 async def _run(
@@ -215,37 +217,25 @@ async def _run(
     places: Places,
     listening: socket.socket,
     where: Path | None,
-    certificate: Path | None,
-    key: Path | None,
+    tls: ssl.SSLContext | None,
     application: Mapping[str, Any],
 ) -> None:
     await coordinator.start()
     sys.setswitchinterval(SWITCH)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    scheme = "http" if certificate is None else "https"
+    scheme = "http" if tls is None else "https"
     url = f"{scheme}://{shown}:{port}"
     source = f"in {where}" if where else f"from {auth.OPERATOR_ENV}"
     here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, shown)
     ready = (
         f"maskfleet coordinator ready at {url} (operator token {source}){_settings(f'{scheme}://{here}:{port}', where)}"
     )
-    tls: dict[str, Any] = {}
-    if certificate is not None:
-        tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    config = configured(coordinator, places, application, lifespan="on")
+    config.load()
+    if tls is not None:
+        config.ssl = tls
         limit_handshakes(asyncio.get_running_loop())
-    config = configured(coordinator, places, application, lifespan="on", **tls)
-    try:
-        config.load()
-    except OSError as error:
-        if certificate is None:
-            raise
-        why = error.strerror
-        if isinstance(error, ssl.SSLError):  # its strerror has OpenSSL's file and line
-            why = (error.reason or "no certificate or no key in it").replace("_", " ").lower()
-        raise ConfigError(
-            f"--certificate {certificate}, --key {key}: {why}; give a chain and its key, as PEM"
-        ) from None
     await _Server(config, coordinator, ready).serve([listening])
 
 
@@ -255,6 +245,21 @@ def _settings(url: str, token_file: Path | None) -> str:
     if token_file not in (None, auth.TOKEN_FILE):
         found.append(f'{auth.OPERATOR_ENV}="$(cat {shlex.quote(str(token_file.absolute()))})"')
     return "\nfor `maskfleet federation` in another terminal: export " + " ".join(found) if found else ""
+
+
+def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
+    """TLS with a certificate chain and its key, read before a data folder is made. Raises ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:
+        why = error.strerror
+        if isinstance(error, ssl.SSLError):  # its strerror has OpenSSL's file and line
+            why = (error.reason or "no certificate or no key in it").replace("_", " ").lower()
+        raise ConfigError(
+            f"--certificate {certificate}, --key {key}: {why}; give a chain and its key, as PEM"
+        ) from None
+    return context
 
 
 def limit_handshakes(loop: asyncio.AbstractEventLoop) -> None:

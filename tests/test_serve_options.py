@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -109,10 +110,10 @@ def test_every_option_reaches_its_part(tmp_path: Path, seen: dict[str, Any]) -> 
         "127.0.0.1",
     )
     assert seen["store"] == (tmp_path / "d", url, True)
-    coordinator, places, _, where, certificate, key, application = seen["run"]
+    coordinator, places, _, where, tls, application = seen["run"]
     assert application == {"allow_origins": ["https://a.example", "https://b.example"], "open_metrics": True}
     assert (coordinator.bundles.most, places.most) == (5, 7)
-    assert (where, certificate, key) == (tmp_path / "d" / "operator-token", PEM, PEM)
+    assert (where, isinstance(tls, ssl.SSLContext)) == (tmp_path / "d" / "operator-token", True)
     assert seen["level"] == "ERROR"
 
 
@@ -138,7 +139,7 @@ def test_without_options_the_defaults_are_those_of_the_help(
     [
         (["--log-level", "loud"], "choose debug, info"),
         (["--certificate", str(PEM)], "both --certificate and --key"),
-        (["--certificate", "none.pem", "--key", str(PEM)], "no file none.pem"),
+        (["--certificate", "none.pem", "--key", str(PEM)], "none.pem.*No such file"),
     ],
 )
 def test_options_that_do_not_fit_are_named(tmp_path: Path, given: list[str], said: str) -> None:
@@ -147,9 +148,10 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, given: list[str], sai
     assert not (tmp_path / "d").exists()
 
 
-def test_a_certificate_that_is_none_and_a_data_folder_that_is_a_file_are_named(tmp_path: Path) -> None:
-    odd = tmp_path / "odd.pem"
+def test_a_wrong_certificate_or_data_folder_is_named_and_no_folder_is_made(tmp_path: Path) -> None:
+    odd, link = tmp_path / "odd.pem", tmp_path / "link"
     odd.write_text("no certificate")
+    link.symlink_to(tmp_path / "unmounted")
     for given, code, said in (
         (
             ["--data", str(tmp_path / "d"), "--certificate", str(odd), "--key", str(PEM)],
@@ -157,10 +159,12 @@ def test_a_certificate_that_is_none_and_a_data_folder_that_is_a_file_are_named(t
             "no certificate or no key in it; give a chain and its key, as PEM\n",
         ),
         (["--data", str(odd)], 6, "is a file, not a folder; name another folder with --data"),
+        (["--data", str(link)], 2, "unmounted, which is not there; mount its disk, or remove the link\n"),
     ):
         command = [sys.executable, "-m", "edge_client.cli", "serve", "--port", "0", *given]
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.returncode, said in done.stderr, done.stderr.count("\n")) == (code, True, 1), done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {odd.name, link.name}
 
 
 @pytest.mark.parametrize("token", ["tök", "a\nb", "\x7f"])
