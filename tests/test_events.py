@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from coord_server.engine import State
 from coord_server.events import Aggregated
 from coord_server.http import watch
+from coord_server.http.bodies import JSON_LIMIT
 from coord_server.live.feed import KEPT, Feed, changes
 from edge_client.protocol.changes import AnyChange, Snapshot, UpdateRefused
 
@@ -209,6 +210,22 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_nothing_is_buffered_for_it(
         assert (await fleet.operator("GET", FED)).status_code == 200
 
     play(tmp_path, script)
+
+
+def test_a_body_with_the_request_for_a_stream_does_not_disturb_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def script(server: Served, fleet: Fleet) -> None:
+        await fleet.federation("a")
+        head = f"GET {FED}/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {OPERATOR}\r\n"
+        reader, writer = await server.connect(f"{head}Content-Length: {2 * JSON_LIMIT}\r\n\r\n".encode())
+        writer.write(b" " * 2 * JSON_LIMIT)
+        await asyncio.wait_for(reader.readuntil(b"event: snapshot"), LIMIT)
+        assert (await fleet.operator("POST", f"{FED}/stop")).status_code == 200
+        await asyncio.wait_for(reader.readuntil(b"event: phase"), LIMIT)
+
+    play(tmp_path, script)
+    assert "Exception" not in caplog.text
 
 
 # --- the feed alone

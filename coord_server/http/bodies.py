@@ -42,7 +42,7 @@ class BoundedBody:
         self._app, self._patience = app, patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["method"] == "GET":  # no GET takes a body: it is not kept
             await self._app(scope, receive, send)
             return
         complete, upload = False, _UPLOADS.match(scope["path"]) is not None
