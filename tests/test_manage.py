@@ -158,5 +158,9 @@ def test_on_its_own_machine_an_operator_asks_no_proxy_and_trusts_the_given_certi
         async with listening(tmp_path, certificate=pem) as here:
             with Operator(f"https://127.0.0.1:{here.port}", OPERATOR) as operator:
                 assert (await asyncio.to_thread(operator.health)).status == "ok"
+            monkeypatch.delenv("SSL_CERT_FILE")
+            untrusted = pytest.raises(UnreachableError, match="set SSL_CERT_FILE to a certificate to trust")
+            with Operator(f"https://127.0.0.1:{here.port}", OPERATOR) as operator, untrusted:
+                await asyncio.to_thread(operator.health)
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from edge_client.bundle import MANIFEST, Bundle, digest, parse_manifest
 from edge_client.errors import ServerError, UnreachableError, first_fault
-from edge_client.link.transport import LOOPBACK, address, redirected, refusal
+from edge_client.link.transport import LOOPBACK, address, broken, redirected, refusal
 from edge_client.protocol.messages import Change, Federation, FederationConfig, Round
 from edge_client.protocol.operator import (
     BundleReceipt,
@@ -64,7 +64,7 @@ class Operator:
             response = self._http.request(method, path, **body)
         except (httpx.RequestError, httpx.InvalidURL) as error:  # the second: a redirect to what is no address
             raise UnreachableError(
-                f"{self._http.base_url} does not answer ({type(error).__name__}: {error}); is the coordinator running?"
+                f"{self._http.base_url} does not answer ({broken(error)}); is the coordinator running?"
             ) from None
         if response.is_success:
             return response

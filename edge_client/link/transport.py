@@ -106,7 +106,7 @@ class Transport:
                 _check(response)
                 yield response
         except (httpx.RequestError, httpx.InvalidURL) as error:  # the second: a redirect to what is no address
-            raise Transient(limit.late or f"{type(error).__name__}: {error}".rstrip(": ")) from None
+            raise Transient(limit.late or broken(error)) from None
 
 
 class Limit(Timer):
@@ -137,6 +137,12 @@ class Limit(Timer):
         for stream in self._streams:
             with suppress(OSError):  # it is closed; an SSLSocket's own shutdown would disturb a read under way
                 socket.socket.shutdown(stream.get_extra_info("socket"), socket.SHUT_RDWR)
+
+
+def broken(error: Exception) -> str:
+    """Why a request got no answer, in words."""
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{text}; set SSL_CERT_FILE to a certificate to trust" if "CERTIFICATE_VERIFY_FAILED" in text else text
 
 
 def body(response: httpx.Response) -> bytes:
