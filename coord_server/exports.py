@@ -74,7 +74,7 @@ class Exports:
         self._store, self._folder = store, store.folder / "exports"
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: str | None = None
-        self._one = asyncio.Lock()
+        self._one, self._ordering = asyncio.Lock(), asyncio.Lock()
 
     async def ask(self, live: LiveFederation, kind: Kind, device: str | None = None, again: bool = True) -> Export:
         """The file of the federation's model after its last closed round; its making begins unless it is there.
@@ -90,7 +90,8 @@ class Exports:
                 f"'maskfleet[author]' run `maskfleet federation export {live.id} --onnx model.onnx`, then `maskfleet "
                 f"artifact model.onnx --kind {kind}`",
             )
-        id_, lock = await asyncio.to_thread(self._order, live, kind, device, again)
+        async with self._ordering:  # the second of two requests for one file finds its order written
+            id_, lock = await asyncio.to_thread(self._order, live, kind, device, again)
         if lock is None:
             return self.show(id_)
         if len(self._tasks) >= WAITING:

@@ -217,6 +217,26 @@ async def nth(workers: list[asyncio.subprocess.Process], n: int) -> asyncio.subp
     return workers[n]
 
 
+def test_two_requests_for_one_file_at_once_get_the_same_one_on_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = exports.write_whole
+
+    def slow(*given: Any, **more: Any) -> None:
+        time.sleep(0.2)
+        written(*given, **more)
+
+    async def script(fleet: Fleet) -> None:
+        monkeypatch.setattr(exports, "write_whole", slow)
+        asked = [fleet.operator("POST", PATH, json={"kind": "onnx"}) for _ in range(3)]
+        found = await asyncio.gather(*asked)
+        await ended(fleet, next(answer.json() for answer in found if answer.status_code == 202))
+        assert {answer.status_code for answer in found} == {202}, [answer.text for answer in found]
+        assert len({answer.json()["id"] for answer in found}) == 1
+
+    with_digits(tmp_path, script)
+
+
 def test_two_coordinators_make_a_file_once_and_both_say_how_far_it_is(
     tmp_path: Path, workers: list[asyncio.subprocess.Process]
 ) -> None:
