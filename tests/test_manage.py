@@ -58,6 +58,8 @@ def test_the_commands_change_list_revoke_and_delete(tmp_path: Path) -> None:
         with pytest.raises(ServerError, match="is used by fed; delete these federations first"):
             said("bundle", "delete", bundle[:9])
         assert "deleted" in said("federation", "delete", "fed")
+        with pytest.raises(ConfigError, match="'' is no digest; give 4 digits or more"):
+            said("bundle", "delete", "")
         said("bundle", "delete", bundle[:9])
         assert operator.federations() == operator.bundles() == []
 

@@ -33,6 +33,8 @@ from edge_client.protocol.messages import Change
 from edge_client.protocol.operator import BundleSummary, TokenSummary, Viewer, ViewerRequest
 from edge_client.protocol.patterns import DIGEST, SENTENCES, TOKEN_ID
 
+LEAST = 4  # digits that name a bundle to delete
+
 
 def _of_a_token(given: str) -> str:
     """The id of a token: of one that is given whole only the id is sent, because servers log addresses."""
@@ -154,6 +156,10 @@ def delete_bundle(
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
     """Delete a bundle that no federation uses."""
+    if len(digest) < LEAST:  # an empty variable of a script would name the only bundle there is
+        raise ConfigError(
+            f"{digest!r} is no digest; give {LEAST} digits or more, as `maskfleet bundle list` shows them"
+        )
     with connected(url, token_file) as operator:
         found = [b.digest for b in operator.bundles() if b.digest.startswith(digest)]
         if len(found) != 1:
