@@ -57,6 +57,13 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     assert len(coordinator.requests) == before
 
 
+def test_a_finished_device_makes_its_model_again_where_it_is_not_there(tmp_path: Path) -> None:
+    coordinator, elsewhere = Coordinator(rounds=1), tmp_path / "mine.onnx"
+    first = device(tmp_path, coordinator).run()
+    assert device(tmp_path, coordinator, out=elsewhere).run().report == first.report
+    assert elsewhere.read_bytes() == (tmp_path / "personal.onnx").read_bytes()
+
+
 def test_an_update_that_is_acknowledged_with_another_digest_stays_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,7 +177,7 @@ class _Run:
         identity = self.journal.identity(client.token, client.device, client.secret)
         self.remote.transport.credential = identity.credential
         report = self.journal.done()
-        if report is not None:
+        if report is not None and client.model.is_file():
             self.say(Event("done", f"the federation was finished before; the model is {client.model}"))
             return Result(identity.device, 0, "finished", report, client.model)
         done = int(self._resume(identity))
