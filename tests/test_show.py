@@ -64,9 +64,9 @@ def test_a_running_federation_in_a_dozen_lines() -> None:
     )
     assert found.splitlines() == [
         "fleet fedpm, running, round 3 of 10, attempt 2",
-        "devices 5 enrolled: 3 here, 1 away, 1 failed; this round: 1 in, 2 due",
+        "devices 5 enrolled: 3 ready, 1 silent, 1 failed; this round: 1 in, 2 due",
         "missing the round waits for b (seen 40 s ago), c (seen 5 s ago)",
-        "missing away: d",
+        "missing silent: d",
         "missing failed: e (diverged: the loss overflowed)",
         "time the round closes in 90 s at the latest; about 4 min for 8 rounds of 30 s",
         "score 0.750 mean, 0.650 10th percentile, 0.550 worst after round 2; start 0.500 (+0.250)",

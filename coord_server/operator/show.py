@@ -148,7 +148,7 @@ def _what(found: Look) -> str:
 def _devices(found: Look, c: FederationConfig) -> str:
     f, there = found.federation, [d for d in found.devices if not d.removed]
     states = [state_of(d, c.presence_seconds, found.now) for d in there]
-    counts = [f"{states.count(state)} {state}" for state in ("here", "away", "failed", "finished") if state in states]
+    counts = [f"{states.count(state)} {state}" for state in ("ready", "silent", "failed", "done") if state in states]
     enrolled = f"{len(there)} enrolled" + (f": {', '.join(counts)}" if counts else "")
     if f.phase != "running":
         return enrolled
@@ -181,9 +181,9 @@ def _missing(found: Look, c: FederationConfig) -> list[tuple[str, str]]:
         said.append(f"the round waits for {_named(longest, f.expected)}")
     if f.phase in ("running", "paused"):
         states = {d.device: state_of(d, c.presence_seconds, found.now) for d in found.devices}
-        away = [d for d, state in states.items() if state == "away" and d not in f.waits_for]
-        if away:
-            said.append(f"away: {_named(away)}")
+        silent = [d for d, state in states.items() if state == "silent" and d not in f.waits_for]
+        if silent:
+            said.append(f"silent: {_named(silent)}")
     failed = [
         f"{d.device} ({d.failure.kind}: {d.failure.reason})" for d in found.devices if d.failure and not d.removed
     ]

@@ -14,7 +14,7 @@ from edge_client.protocol.cost import UNITS
 from edge_client.protocol.messages import Failure, Federation, Phase, Round
 from edge_client.protocol.operator import Device
 
-STATES = ("removed", "enrolled", "failed", "finished", "away", "here")
+STATES = ("removed", "enrolled", "failed", "done", "silent", "ready")  # in the dashboard's words
 WHOLE: dict[str, tuple[str, ...]] = {  # columns of unbroken words
     "phase": get_args(Phase),
     "state": STATES,
@@ -78,12 +78,12 @@ def state_of(d: Device, presence: float, now: float) -> str:
     if d.removed:
         return "removed"
     if d.report is not None:
-        return "finished"
+        return "done"
     if not d.ready:
         return "enrolled"
     if d.failure is not None:
         return "failed"
-    return "here" if now - d.last_seen_at <= presence else "away"
+    return "ready" if now - d.last_seen_at <= presence else "silent"
 
 
 def lasting(seconds: float) -> str:
@@ -106,7 +106,7 @@ def devices(found: Sequence[Device], presence: float) -> list[Table | Text]:
     table = table_of("device", "updates", "up", "down", "score", "last seen", "state")
     note = Text(
         "\nup, down: bytes of payloads since enrolment (--json: bundle and messages too)\n"
-        f"enrolled: has not asked for work; away: no request for {lasting(presence)}, so no round asks it"
+        f"enrolled: has not asked for work; silent: no request for {lasting(presence)}, so no round asks it"
     )
     for d in found:
         score = "" if d.report is None else f"{d.report.score:.4f}"
