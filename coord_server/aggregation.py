@@ -159,16 +159,18 @@ class _Tally:
     devices: list[str] = field(default_factory=list)
     guarded: dict[str, str] = field(default_factory=dict)
 
-    def book(self, method: Method, up: Mapping[str, int], down: Mapping[str, int]) -> None:
-        """Add one device's bytes by kind."""
+    def book(self, method: Method, device: str, checked: Checked, down: Mapping[str, int]) -> None:
+        """Add a device whose update was folded, with its bytes by kind, both ways."""
         t = self.traffic
         for sent, once, rounds, one_time in (
-            (up, t.one_time_up, t.up, method.one_time),
+            (checked.sizes, t.one_time_up, t.up, method.one_time),
             (down, t.one_time_down, t.down, method.one_time_down),
         ):
             for kind, count in sent.items():
                 side = once if kind in one_time else rounds
                 side[kind] = side.get(kind, 0) + count
+        self.figures.append(checked.metrics)
+        self.devices.append(device)
 
 
 def close_round(
@@ -196,28 +198,14 @@ def close_round(
     for c in contributions:
         if c.device <= last:
             raise ValueError(f"device {c.device!r} comes after {last!r}; sort contributions by device name")
-        last, a = c.device, Assignment(course, round_, c.device, c.place)
-        try:
-            checked = c.data if isinstance(c.data, Checked) else check_update(method, a, state, c.record, c.data)
-            limit = limits.get(c.device)
-            if limit is not None:
-                tally.guarded[c.device] = limit.reason
-            update, dropped = checked.update, limit is not None and limit.drop
-            if dropped:
-                record = method.dropped(a, update, c.record)
-            else:
-                if limit is not None:
-                    update = method.limited(a, state, update, limit.scale, limit.weight)
-                total, record = method.fold(a, state, total, update, c.record)
-        except (MaskfleetError, ArithmeticError, LookupError, ValueError) as error:
-            raise UnusableUpdate(c.device, f"{type(error).__name__}: {error}") from error
+        last, limit = c.device, limits.get(c.device)
+        total, record, checked = _fold(method, Assignment(course, round_, c.device, c.place), state, total, c, limit)
         if record is not None:
             records[c.device] = record
-        if dropped:
-            continue
-        tally.book(method, checked.sizes, c.downlink)
-        tally.figures.append(checked.metrics)
-        tally.devices.append(c.device)
+        if limit is not None:
+            tally.guarded[c.device] = limit.reason
+        if limit is None or not limit.drop:
+            tally.book(method, c.device, checked, c.downlink)
     if not last:
         raise ValueError(f"round {round_} has no update to aggregate")
     if tally.devices:
@@ -225,6 +213,23 @@ def close_round(
         state, changed = method.finish(course, round_, tally.devices, state, total)
         records |= changed
     return Closed(state, records, _round(method, course, round_, tally, skipped))
+
+
+def _fold(
+    method: Method, a: Assignment, state: Any, total: Any, c: Contribution, limit: guard.Limit | None
+) -> tuple[Any, Any, Checked]:
+    """The total with one more update, the new record of its device, the update as checked. Raises UnusableUpdate."""
+    try:
+        checked = c.data if isinstance(c.data, Checked) else check_update(method, a, state, c.record, c.data)
+        update = checked.update
+        if limit is not None and limit.drop:
+            return total, method.dropped(a, update, c.record), checked
+        if limit is not None:
+            update = method.limited(a, state, update, limit.scale, limit.weight)
+        total, record = method.fold(a, state, total, update, c.record)
+    except (MaskfleetError, ArithmeticError, LookupError, ValueError) as error:
+        raise UnusableUpdate(c.device, f"{type(error).__name__}: {error}") from error
+    return total, record, checked
 
 
 def _round(method: Method, course: Course, round_: int, tally: _Tally, skipped: Sequence[str]) -> Round:

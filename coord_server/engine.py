@@ -167,10 +167,15 @@ def _draw(
     """At most `size` devices: first those the round has not asked, then asked ones, then those that failed."""
     fresh, asked, failed = list[str](), list[str](), list[str]()
     for d in event.devices:
-        if d not in state.received:
-            failure = state.failed.get(d)
-            pool = fresh if d not in state.asked else asked if failure is None or failure.kind == "lost" else failed
-            pool.append(d)
+        failure = state.failed.get(d)
+        if d in state.received:
+            continue
+        if d not in state.asked:
+            fresh.append(d)
+        elif failure is None or failure.kind == "lost":
+            asked.append(d)
+        else:
+            failed.append(d)
     if state.ended is not None and 0.0 <= event.now - state.ended < RETRY:
         failed = []
     cohort: tuple[str, ...] = ()

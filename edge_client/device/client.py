@@ -340,24 +340,24 @@ class _Run:
 
         After REFUSED_MOST unfit ones in a row the last refusal is raised too.
         """
+        if error.status not in OVER + UNFIT:
+            raise error
         if error.kind == "conflicting-update":  # an earlier update was acknowledged: its kept values stay
             self.journal.acknowledge(pending.round)
-        elif error.status in OVER + UNFIT:
+        else:
             self.journal.drop_pending()
-        if error.status in UNFIT:
-            failure = failure_of(error, other="refused")
-            assert failure is not None
-            exchange.fail(pending.round, pending.lease, failure)
-            self.refused += 1
-            if self.refused == REFUSED_MOST:
-                raise error
-            self._pause(pending.round)
+        if error.status in OVER:
+            self.failures = 0
+            text = f"round {pending.round} went on without this update: {error}"
+            self.say(Event("dropped", text, pending.round))
             return
-        if error.status not in OVER:
+        failure = failure_of(error, other="refused")
+        assert failure is not None
+        exchange.fail(pending.round, pending.lease, failure)
+        self.refused += 1
+        if self.refused == REFUSED_MOST:
             raise error
-        self.failures = 0
-        text = f"round {pending.round} went on without this update: {error}"
-        self.say(Event("dropped", text, pending.round))
+        self._pause(pending.round)
 
     # --- the end
 
