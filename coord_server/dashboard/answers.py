@@ -64,14 +64,14 @@ def _asset(name: str, content: bytes) -> Asset:
 
 ASSETS = {f.name: _asset(f.name, f.read_bytes()) for f in (files(__package__) / "assets").iterdir() if "." in f.name}
 
-TURNS = dict.fromkeys(
-    [0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\N{REPLACEMENT CHARACTER}"
-)
-"""Characters that turn the direction of the text around them: a device's words must not move a page's."""
+TURNS = [0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+CONTROLS = [*range(9), *range(14, 32), *range(127, 160)]  # but white space
+HIDDEN = dict.fromkeys(TURNS + CONTROLS, "\N{REPLACEMENT CHARACTER}")
+"""Of a device's words: what would turn the direction of the page's text around them, or shows nothing."""
 
 
 def _plain(value: Any) -> Any:
-    return value.translate(TURNS) if isinstance(value, str) else value
+    return value.translate(HIDDEN) if isinstance(value, str) else value
 
 
 _templates = Environment(
