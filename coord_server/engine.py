@@ -213,12 +213,13 @@ def _enough(config: FederationConfig, state: State) -> bool:
 
 def _fault(config: FederationConfig, state: State) -> str:
     """Why the round was given up, with the updates that are in by now."""
+    tries = f"{state.tries} attempt{'' if state.tries == 1 else 's'}"
     has = f"round {state.round} has {len(usable(state))} of the {config.min_updates} updates it needs"
     if _enough(config, state):
-        return f"{has}, but the last came after {state.tries} attempts; resume to go on"
+        return f"{has}, but the last came after {tries}; resume to go on"
     reasons = "; ".join(f"{d}: {f.kind} ({f.reason})" for d, f in list(state.failed.items())[-SHOWN:])
     why = f"last failures: {reasons}" if reasons else "the other devices did not report in time"
-    return f"{has} after {state.tries} attempts; {why}; mend the devices or lower the demands, then resume to go on"
+    return f"{has} after {tries}; {why}; mend the devices or lower the demands, then resume to go on"
 
 
 def _proceed(config: FederationConfig, state: State, now: float) -> Step:

@@ -370,6 +370,10 @@ def test_after_the_last_attempt_the_federation_pauses_with_its_fault_and_resumin
     state, said = run(c, Tick(99.0), state=state, present="abc")
     assert (state.phase, [type(d) for d in said]) == ("paused", [GiveUp])
 
+    once = config(max_attempts=1, min_updates=2)
+    state, _ = run(once, Tick(99.0), state=opened(once))
+    assert "updates it needs after 1 attempt; the other devices did not report in time" in str(state.fault)
+
     state, said = run(c, updated(c, given_up, other, 50.0), state=given_up)  # it completes the round after all
     assert (state.phase, said) == ("paused", [Acknowledge(1, other, "s", False)])
     assert state.fault == (
