@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edge_client.bundle import F32, Bundle
 from edge_client.commands.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.data import DeviceData
-from edge_client.device.local import REASON_MOST, failure_of, run_round
+from edge_client.device.local import failure_of, run_round
 from edge_client.errors import (
     DataError,
     DivergedError,
@@ -29,7 +29,7 @@ from edge_client.errors import (
     UnreachableError,
 )
 from edge_client.events import Event
-from edge_client.protocol.messages import FailureKind
+from edge_client.protocol.messages import REASON_MOST, FailureKind
 from edge_client.task import Assignment, Task
 from edge_client.training import Gradient
 

@@ -117,6 +117,7 @@ def test_the_client_follows_the_links_of_long_lists(tmp_path: Path, monkeypatch:
         (("change", "fed", "--rounds", "99999999999"), "--rounds = 99999999999: Input should be less"),
         (("viewer", "--expires-in", "1e12"), "--expires-in = 1000000000000.0: Input should be less"),
         (("token", "fed", "--uses", "99999999999"), "--uses = 99999999999: Input should be less"),
+        (("token", "fed", "--uses", "0"), "--uses = 0: Input should be greater than or equal to 1"),
     ],
 )
 def test_a_value_out_of_range_is_a_sentence(words: tuple[str, ...], why: str) -> None:

@@ -212,8 +212,8 @@ def rounds(id_: Id, url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json:
 @app.command()
 def token(
     id_: Id,
-    uses: Annotated[int, typer.Option(min=1, help="How many devices may enrol with it.")] = 1000,
-    expires_in: Annotated[float, typer.Option(min=1.0, help="Seconds it is good for.")] = 7 * 86400.0,
+    uses: Annotated[int, typer.Option(help="How many devices may enrol with it.")] = 1000,
+    expires_in: Annotated[float, typer.Option(help="Seconds it is good for.")] = 7 * 86400.0,
     url: Url = URL,
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:

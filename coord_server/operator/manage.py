@@ -50,11 +50,11 @@ TokenId = Annotated[str, typer.Argument(help="The token's id, from the list, or 
 @app.command()
 def change(
     id_: Id,
-    deadline_seconds: Annotated[float | None, typer.Option(min=0.5, help="Of the attempt under way too.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="In force from the next round.")] = None,
-    cohort: Annotated[int | None, typer.Option(min=1, help="From the next attempt; at most that of creation.")] = None,
-    min_devices: Annotated[int | None, typer.Option(min=1, help="Only while it recruits.")] = None,
-    min_updates: Annotated[int | None, typer.Option(min=1, help="At once.")] = None,
+    deadline_seconds: Annotated[float | None, typer.Option(help="Of the attempt under way too.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="In force from the next round.")] = None,
+    cohort: Annotated[int | None, typer.Option(help="From the next attempt; at most that of creation.")] = None,
+    min_devices: Annotated[int | None, typer.Option(help="Only while it recruits.")] = None,
+    min_updates: Annotated[int | None, typer.Option(help="At once.")] = None,
     url: Url = URL,
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:
@@ -98,7 +98,7 @@ def revoke(id_: Id, token: TokenId, url: Url = URL, token_file: TokenFile = TOKE
 
 @app.command()
 def viewer(
-    expires_in: Annotated[float, typer.Option(min=1.0, help="Seconds it is good for.")] = 30 * 86400.0,
+    expires_in: Annotated[float, typer.Option(help="Seconds it is good for.")] = 30 * 86400.0,
     url: Url = URL,
     token_file: TokenFile = TOKEN_FILE,
 ) -> None:

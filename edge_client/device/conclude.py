@@ -15,10 +15,8 @@ from edge_client.compaction.tuning import clock
 from edge_client.errors import StateError
 from edge_client.measure.latency import latency
 from edge_client.methods import Method, below
-from edge_client.protocol.messages import Report
+from edge_client.protocol.messages import REASON_MOST, Report
 from edge_client.task import Personal, Task
-
-REASON_MOST = 1000  # characters of `Report.uncompacted`
 
 
 def conclude(

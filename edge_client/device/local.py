@@ -19,12 +19,11 @@ from pydantic import ValidationError
 from edge_client.errors import DataError, DivergedError, LostError, MaskfleetError, PayloadError
 from edge_client.flat import from_arrays, to_arrays
 from edge_client.methods import Method
-from edge_client.protocol.messages import DeviceMetrics, Failure, FailureKind, Personalise, Source
+from edge_client.protocol.messages import REASON_MOST, DeviceMetrics, Failure, FailureKind, Personalise, Source
 from edge_client.protocol.metrics import short, with_metrics
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.task import Assignment, Personal, Task
 
-REASON_MOST = 1000  # characters of `Failure.reason`
 TRAINED = "trained/"  # no method's: the name of a dataclass's field has no slash
 OUT_OF_MEMORY = ("bad_alloc", "bad allocation", "failed to allocate", "out of memory")  # in the engines' own words
 

@@ -24,8 +24,10 @@ MAX_ROUNDS = 1_000_000
 MAX_DEVICES = 1_000_000
 MAX_SECONDS = 1e9
 MAX_SIZE = 2**40  # bytes of one payload
+REASON_MOST = 1000  # characters of a device's reason
 WAITS_SHOWN = 10
 
+Reason = Annotated[str, Field(max_length=REASON_MOST)]
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SAMPLES)]
 Rounds = Annotated[int, Field(strict=True, ge=1, le=MAX_ROUNDS)]
 Devices = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)]
@@ -274,7 +276,7 @@ class Report(Message):
     latency_dense_ms: FiniteFloat | None = None
     latency_compact_ms: FiniteFloat | None = None
     max_abs_diff: FiniteFloat | None = None
-    uncompacted: Annotated[str, Field(max_length=1000)] | None = None
+    uncompacted: Reason | None = None
     """Why the device kept the masked dense model: its compact one could not be shown equal. None when it was."""
     source: Source = "global"
     """Which model it kept: from the last downlink, after local epochs from there, or as trained in its last round."""
@@ -294,7 +296,7 @@ class Failure(Message):
     """
 
     kind: FailureKind
-    reason: Annotated[str, Field(max_length=1000)]
+    reason: Reason
 
 
 class DeviceMetrics(Message):
