@@ -96,7 +96,7 @@ class Exports:
             return self.show(id_)
         if len(self._tasks) >= WAITING:
             os.close(lock)
-            raise Refusal("too-many", f"{WAITING} files wait for the coordinator's worker; ask again in a minute")
+            raise Refusal("too-many", f"{WAITING} files wait for the coordinator's worker; ask again when one is made")
         (self._folder / id_ / FAULT).unlink(missing_ok=True)
         self._tasks[id_] = asyncio.create_task(self._make(id_))
         self._tasks[id_].add_done_callback(lambda _: os.close(lock))

@@ -110,6 +110,9 @@ def test_a_viewers_requests_are_counted_for_its_token(tmp_path: Path, monkeypatc
                 while len(begun) < 2:
                     await asyncio.sleep(0.01)
                 refused(await fleet.http.get(f"{FED}/devices", headers=bearer(token)), "too-many")
+                form = {"Origin": str(fleet.http.base_url).rstrip("/")}
+                assert (await fleet.http.post("/login", data={"token": token}, headers=form)).status_code == 303
+                refused(await fleet.http.get("/federations/fed"), "too-many")  # the dashboard's cookie counts as well
                 held.set()
                 assert [r.status_code for r in await asyncio.gather(*under_way)] == [200, 200]
 

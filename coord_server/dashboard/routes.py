@@ -25,7 +25,7 @@ from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
 from coord_server.exports import lacking
 from coord_server.http import blobs, watch
-from coord_server.http.access import CALL, OF_VIEWER, Call, FederationId, Served
+from coord_server.http.access import CALL, Call, FederationId, Served
 from coord_server.http.artifacts import ExportId, Files
 from coord_server.http.operator import ACTIONS, Action
 from coord_server.http.problems import caller
@@ -63,15 +63,15 @@ def _cookie(request: Request) -> str:
 
 
 async def _known(request: Request, served: Served) -> Session | None:
-    """The session of the request's cookie, which then counts as a request of its token. Raises HTTPException."""
+    """The session of the request's cookie, which then counts as a request of its token. Raises Refusal."""
     found = _session(request, served)
     request.state.session = found
     if found is not None:
         call: Call = request.scope[CALL]
         if found.operates:
             call.of_operator()
-        elif not call.of_viewer(found.digest):
-            raise HTTPException(429, f"this viewer's token has {OF_VIEWER} requests under way; wait for their answers")
+        else:
+            call.of_viewer(found.digest)
     return found
 
 

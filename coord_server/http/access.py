@@ -50,10 +50,11 @@ class Call:
         self.role = "operator"
         self._proven()
 
-    def of_viewer(self, token: str) -> bool:
-        """It has shown a viewer's token, this SHA-256, and now counts for that; False when that has too many."""
+    def of_viewer(self, token: str) -> None:
+        """It has shown a viewer's token, this SHA-256, and counts for that. Raises Refusal when that has too many."""
         self.role = "viewer"
-        return self._count(token) <= OF_VIEWER
+        if self._count(token) > OF_VIEWER:
+            raise Refusal("too-many", f"this viewer's token has {OF_VIEWER} requests under way; wait for their answers")
 
     def of_device(self, credential: str) -> None:
         """It has shown a device's credential and now counts for that. Raises Refusal when that has too many."""
@@ -109,11 +110,11 @@ class Admission:
         try:
             if role == "operator":
                 call.of_operator()
-            elif role == "viewer" and not call.of_viewer(auth.hashed(shown)):
-                text = f"this viewer's token has {OF_VIEWER} requests under way; wait for their answers"
-                await problem(scope, "too-many", text)(scope, receive, send)
-                return
+            elif role == "viewer":
+                call.of_viewer(auth.hashed(shown))
             await self._app(scope, receive, send)
+        except Refusal as refusal:  # of `of_viewer`: the application answers its own
+            await problem(scope, refusal.kind, str(refusal))(scope, receive, send)
         finally:
             call.over()
 
