@@ -15,7 +15,6 @@ import segno
 from fastapi import APIRouter, Depends, Query, Request, Response
 from markupsafe import Markup
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 
 from coord_server import auth
 from coord_server.coordinator import Coordinator
@@ -89,7 +88,7 @@ Seen = Annotated[Session, Depends(_seen)]
 
 
 def _ours(request: Request) -> None:
-    """Refuse a form that another site's page has sent. Raises HTTPException.
+    """Refuse a form that another site's page has sent. Raises Refusal.
 
     Browsers send Sec-Fetch-Site over TLS and to this machine, Origin always.
     """
@@ -98,27 +97,27 @@ def _ours(request: Request) -> None:
     if site == "same-origin" or (site is None and ours and ours == request.headers.get("host")):
         return
     said = f"Sec-Fetch-Site {site!r}" if site else f"Origin {origin!r}"
-    raise HTTPException(403, f"this form was not sent by a page of this coordinator ({said}); open the page and send "
+    raise Refusal("forbidden", f"this form was not sent by a page of this coordinator ({said}); open the page and send "
                         "it again. A proxy in front has to pass the Host header on")  # fmt: skip
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """The fields of a form that a page of this coordinator sent. Raises HTTPException."""
+    """The fields of a form that a page of this coordinator sent. Raises Refusal."""
     _ours(request)
     body = (await request.body()).decode(errors="replace")
     try:
         return dict(parse_qsl(body, keep_blank_values=True, max_num_fields=20))
     except ValueError:
-        raise HTTPException(400, "the form has too many fields; open its page and send it again") from None
+        raise Refusal("bad-request", "the form has too many fields; open its page and send it again") from None
 
 
 async def _command(request: Request, known: Seen) -> dict[str, str]:
-    """The fields of an operator's form. Raises HTTPException, SignIn."""
+    """The fields of an operator's form. Raises Refusal, SignIn."""
     fields = await _form(request)
     if not known.operates:
-        raise HTTPException(403, "a viewer changes nothing; log in with the operator's token")
+        raise Refusal("forbidden", "a viewer changes nothing; log in with the operator's token")
     if not auth.same(known.form, fields.get("form", "")):
-        raise HTTPException(403, "the form is from another session; go back, load the page again and repeat it")
+        raise Refusal("forbidden", "the form is from another session; go back, load the page again and repeat it")
     return fields
 
 
@@ -186,7 +185,7 @@ async def show_asset(request: Request, name: str) -> Response:
     """A file of the package."""
     found = answers.asset(request, name)
     if found is None:
-        raise HTTPException(404)
+        raise Refusal("not-found", f"there is no file {name!r} of the pages; load the page again")
     return found
 
 
@@ -284,9 +283,9 @@ async def make_token(request: Request, served: Served, fields: Command, federati
         asked = {"uses": int(fields.get("uses", "")), "expires_in": float(fields.get("expires_in", ""))}
         wanted = TokenRequest.model_validate(asked)
     except ValidationError as error:
-        raise HTTPException(422, f"{first_fault(error)}; go back, correct it and send it again") from None
+        raise Refusal("bad-message", f"{first_fault(error)}; go back, correct it and send it again") from None
     except ValueError:
-        raise HTTPException(422, "the uses and the time of a token are numbers; go back and correct them") from None
+        raise Refusal("bad-message", "the uses and the time of a token are numbers; go back and correct them") from None
     live = await served.find(federation)
     token = await live.tokens.new(wanted, live.summary().phase)
     command = f"maskfleet join {str(request.base_url).rstrip('/')} --token {token.token} --data mine.npz"
@@ -307,7 +306,7 @@ async def export(served: Served, files: Files, fields: Command, federation: Fede
     """Have the model that all devices share made as a file; the page shows how far it is."""
     kind = next((kind for kind in FORMATS if kind == fields.get("kind")), None)
     if kind is None:
-        raise HTTPException(422, f"a model is made as one of {', '.join(FORMATS)}; go back and choose one")
+        raise Refusal("bad-message", f"a model is made as one of {', '.join(FORMATS)}; go back and choose one")
     live = await served.find(federation)
     await files.ask(live, kind)
     return _see(f"/federations/{live.id}#models")
