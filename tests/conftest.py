@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
+import databases
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -57,3 +60,30 @@ def _signals() -> Iterator[None]:
 def no_network_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lattice's steps on networks of a few parameters are those of its `quantum`, as figures by hand have them."""
     monkeypatch.setattr("edge_client.methods.lattice.settings.SMALL", 1)
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[databases.Server]:
+    """A PostgreSQL server."""
+    with databases.server() as found:
+        yield found
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def each_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test runs twice: its coordinators keep their tables in SQLite, then on PostgreSQL, where each of its data
+    folders has a fresh database."""
+    if request.param == "sqlite":
+        yield
+        return
+    server: databases.Server = request.getfixturevalue("postgresql")
+    with ExitStack() as made:
+        urls = dict[Path, str]()
+
+        def url_of(folder: Path) -> str:
+            if folder not in urls:
+                urls[folder] = made.enter_context(server.database())
+            return urls[folder]
+
+        monkeypatch.setattr(databases, "url_of", url_of)
+        yield

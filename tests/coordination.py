@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import databases
 import httpx
 import numpy as np
 
@@ -180,7 +181,7 @@ class Fleet:
 
 def open_folder(folder: Path) -> Store:
     """The store of a test's folder, which may be new or empty."""
-    return open_store(folder, init=folder.is_dir() and not any(folder.iterdir()))
+    return open_store(folder, databases.url_of(folder), init=folder.is_dir() and not any(folder.iterdir()))
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import databases
 from coordination import OPERATOR
 from processes import kept_port
 
@@ -23,6 +24,8 @@ def coordinator(folder: Path, port: int = 0, token: str = OPERATOR) -> Iterator[
     """A coordinator that is ready, and its address; killed at the end if it still lives."""
     environment = {**os.environ, "MASKFLEET_OPERATOR_TOKEN": token, "OMP_NUM_THREADS": "1"}
     command = [*SERVE, "--port", str(port), "--data", str(folder), "--log-level", "warning"]
+    if (url := databases.url_of(folder)) is not None:
+        command += ["--database", url]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None

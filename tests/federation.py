@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import databases
 import httpx
 from processes import kept_port
 
@@ -88,7 +89,10 @@ class Federation:
         self.folder.mkdir(parents=True, exist_ok=True)
         port, self._port = kept_port()  # the same whenever the coordinator is started again
         self.url = f"http://127.0.0.1:{port}"
-        place = ["--host", "127.0.0.1", "--port", str(port), "--data", str(self.folder / "coordinator")]
+        data = self.folder / "coordinator"
+        place = ["--host", "127.0.0.1", "--port", str(port), "--data", str(data)]
+        if (database := databases.url_of(data)) is not None:
+            place += ["--database", database]
         command = [sys.executable, "-m", "edge_client.cli", "serve", *place]
         self.coordinator = Process(command, self.folder / "coordinator.log")
         self.operator = httpx.Client(

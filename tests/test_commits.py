@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import databases
 import pytest
 from coordination import settings
 
@@ -37,6 +38,8 @@ from coord_server.store.values import Content
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods import Influence
 from edge_client.protocol.messages import FederationConfig
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 LIMIT = 600.0  # seconds until a wait is a failure
 NAMES = ("a", "b", "c")
@@ -73,7 +76,7 @@ def add(device: str, sha256: str = "5" * 64, round_: int = 1) -> Callable[[Rows]
 
 
 def database(folder: Path, c: FederationConfig) -> Metadata:
-    found = Metadata(f"sqlite:///{folder / 'x.db'}")
+    found = Metadata(databases.url_of(folder) or f"sqlite:///{folder / 'x.db'}")
     values = Content("0" * 64, b"g")
     found.add_bundle(c.bundle, 1.0)
     if found.add_federation("fed", c.model_dump_json(), c.bundle, engine.dump(engine.State()), values, 1.0) == "added":

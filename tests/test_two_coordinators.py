@@ -34,17 +34,21 @@ from coordination import (
 from coordinator_process import Deadly
 from numpy.typing import NDArray
 from sqlalchemy import event as sql
+from sqlalchemy import insert
 
 from coord_server import coordinator
 from coord_server.live import devices
 from coord_server.live import rounds as live_rounds
 from coord_server.operator.client import Operator
+from coord_server.store import tables
 from edge_client import extras
 from edge_client.methods import fedavg
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import Payload, decode
 from edge_client.task import Assignment, Course
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 DEVICES = ("a", "bb", "ccc", "dddd", "eeeee")
 ALL = {"cohort": len(DEVICES), "min_devices": len(DEVICES), "min_updates": len(DEVICES)}
@@ -342,12 +346,11 @@ def test_an_update_costs_as_many_statements_among_many_members_as_among_few(
             store = fleet.http._transport.app.state.coordinator.store  # type: ignore[attr-defined]
             names = [f"m{i:05}" for i in range(members)]
             with store.metadata.database.writing() as c:
-                c.exec_driver_sql(
-                    "INSERT INTO devices (federation, device, credential, ready, removed, enrolled_at, last_seen_at, "
-                    "updates, bytes_up, bytes_down, up_enrol, up_report, up_failure, down_enrol, down_work, "
-                    "down_receipt, down_bundle) VALUES ('fed', ?, ?, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)",
-                    [(name, credential(name)) for name in names],
-                )
+                c.execute(
+                    insert(tables.devices),
+                    [{"federation": "fed", "device": n, "credential": credential(n), "ready": True,
+                      "enrolled_at": 0.0, "last_seen_at": 0.0} for n in names],
+                )  # fmt: skip
             await fleet.work("a")
             said: list[str] = []
             sql.listen(store.metadata.database.engine, "before_cursor_execute", lambda *given: said.append(given[2]))

@@ -1,6 +1,7 @@
 """One database behind a URL: its connections, its transactions, its errors. SQLite by default, PostgreSQL by URL.
 
-Which tables it holds and what is asked of them is in `metadata`.
+There is one writer at a time, of all processes: what a transaction that writes has read stays true until it has
+written. Which tables the database holds and what is asked of them is in `metadata`.
 """
 
 from __future__ import annotations
@@ -9,29 +10,56 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, Select, create_engine, event
+from sqlalchemy import URL, Connection, Engine, Select, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from edge_client.errors import ConfigError, StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
+
+PATIENCE = 30_000  # milliseconds that a writer waits for the one before it
+SILENCE = 300_000  # milliseconds without a statement after which PostgreSQL ends a transaction
+# As SQLite's BEGIN IMMEDIATE. Without the second limit a coordinator that lost its power would keep the lock for hours.
+ALONE = (
+    "SELECT set_config('lock_timeout', '{}', true), set_config('idle_in_transaction_session_timeout', '{}', true), "
+    "pg_advisory_xact_lock(hashtext('maskfleet'))"
+)
+# Whatever the server's defaults are. Under another isolation a writer would see what was there before it had waited.
+OPTIONS: Mapping[str, Any] = {
+    "postgresql": {"isolation_level": "READ COMMITTED", "connect_args": {"client_encoding": "utf8"}}
+}
 
 
 class Database:
     """Connections to one database. Every function raises StateError when the database fails it."""
 
     def __init__(self, url: str | URL) -> None:
-        """Raises ConfigError for what is no URL of a database, and for one whose driver is not installed."""
+        """Raises ConfigError for what is no URL of a database that can be used, and for a driver that is missing."""
         try:
-            self.engine = create_engine(url)
+            parsed = make_url(url)
+            if parsed.get_dialect().is_async:
+                raise ArgumentError(f"{parsed.drivername} is an asynchronous driver")
+            self.engine = create_engine(parsed, **OPTIONS.get(parsed.get_backend_name(), {}))
         except (ArgumentError, ValueError) as error:
             raise ConfigError(f"--database: {error}; give a URL like postgresql+psycopg://USER@HOST/NAME") from None
         except ImportError as error:
             lacks = f"{error.name} is not installed" if error.name else str(error).partition("\n")[0].rstrip(".")
             raise ConfigError(f"--database: {lacks}; install this database driver") from None
+        self._postgresql = self.engine.dialect.name == "postgresql"
         if self.engine.dialect.name == "sqlite":
             if self.engine.url.database in (None, "", ":memory:"):
                 raise ConfigError(f"--database: {url} is in memory and ends with the process; name a file or a server")
             _prepare_sqlite(self.engine)
+        elif self._postgresql:
+            self._check_encoding()
+
+    def _check_encoding(self) -> None:
+        with self._connected(writes=False) as c:
+            found = c.exec_driver_sql("SHOW server_encoding").scalar_one()
+        if found != "UTF8":
+            raise ConfigError(
+                f"--database: the encoding of this database is {found}, which lacks letters of other languages; create "
+                "one with TEMPLATE template0 ENCODING 'UTF8'"
+            )
 
     def close(self) -> None:
         """Close the connections."""
@@ -55,6 +83,8 @@ class Database:
     def _connected(self, writes: bool) -> Iterator[Connection]:
         try:
             with self.engine.connect().execution_options(writes=writes) as c, c.begin():
+                if writes and self._postgresql:
+                    c.exec_driver_sql(ALONE.format(PATIENCE, SILENCE))
                 yield c
         except (DBAPIError, PoolTimeout) as error:
             raise _kind(error) from None
@@ -66,7 +96,7 @@ def _prepare_sqlite(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def _connect(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # transactions are begun below, not by the driver
-        for pragma in ("busy_timeout=30000", "journal_mode=WAL", "synchronous=FULL", "secure_delete=OFF"):
+        for pragma in (f"busy_timeout={PATIENCE}", "journal_mode=WAL", "synchronous=FULL", "secure_delete=OFF"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
@@ -75,13 +105,16 @@ def _prepare_sqlite(engine: Engine) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-def _kind(error: Exception) -> StateError:
+def _kind(error: DBAPIError | PoolTimeout) -> StateError:
     """The database's error as the StateError of its kind."""
-    reason = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())  # libpq writes several lines
-    if isinstance(error, IntegrityError) or any(w in reason for w in ("malformed", "not a database", "corrupt")):
+    found = error.orig if isinstance(error, DBAPIError) else error
+    said = getattr(getattr(found, "diag", None), "message_primary", None) or str(found)  # without PostgreSQL's details
+    reason, state = " ".join(said.split()), getattr(found, "sqlstate", None) or ""  # libpq writes several lines
+    words = ("malformed", "not a database", "corrupt")
+    if isinstance(error, IntegrityError) or state.startswith("XX") or any(w in reason for w in words):
         return StorageDamagedError(f"the coordinator's database is damaged: {reason}; restore it")
-    if "full" in reason or "No space left" in reason:
+    if state == "53100" or "disk is full" in reason:
         return StorageFullError(f"the coordinator's database takes no more: {reason}; free space for it")
     return StorageUnreachableError(
-        f"the coordinator's database does not answer: {reason}; bring it back or correct --database, and repeat this"
+        f"the coordinator's database cannot be used: {reason}; mend this or correct --database, then try again"
     )

@@ -75,6 +75,8 @@ class Metadata:
         self.database = Database(url)
         with self.database.writing() as c:
             METADATA.create_all(c)
+            for table in METADATA.sorted_tables:  # those that were there may be of another program or version
+                c.execute(select(table).limit(0))
 
     def close(self) -> None:
         """Close the connections."""
@@ -313,11 +315,11 @@ class Metadata:
 
     def save_seen(self, federation: str, seen: Mapping[str, Seen]) -> None:
         """Store what happened to devices."""
-        rows = [  # in one order: PostgreSQL ends one of two writers that each wait for a row of the other
+        rows = [
             {"b_federation": federation, "b_device": device, "b_at": s.at, "b_down": s.bytes_down,
              "b_last": s.last_down, "b_report": s.report, "b_agent": s.agent,
              **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
-            for device, s in sorted(seen.items())
+            for device, s in seen.items()
         ]  # fmt: skip
         with self.database.writing() as c:
             c.execute(_SAVE_SEEN, rows)
