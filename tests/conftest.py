@@ -70,11 +70,11 @@ def postgresql() -> Iterator[databases.Server]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def each_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The test runs twice: its coordinators keep their tables in SQLite, then on PostgreSQL, where each of its data
-    folders has a fresh database."""
+def each_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[databases.Server | None]:
+    """The test runs twice: its coordinators keep their tables in SQLite, then on this server, where each data folder
+    has a fresh database."""
     if request.param == "sqlite":
-        yield
+        yield None
         return
     server: databases.Server = request.getfixturevalue("postgresql")
     with ExitStack() as made:
@@ -86,4 +86,4 @@ def each_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
             return urls[folder]
 
         monkeypatch.setattr(databases, "url_of", url_of)
-        yield
+        yield server

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from databases import Server
 from federation import PATIENCE, Federation, environment, until
 
 from edge_client.bundle import Bundle
@@ -31,7 +32,7 @@ pytest.importorskip("fastapi")
 
 BUNDLE = Path(__file__).parent.parent / "benchmarks" / "edge_bench" / "bundles" / "digits"
 DEVICES = ("a", "b", "c", "d")
-KILLS = 20
+ROUNDS, KILLS = 24, 4  # of each process
 LIMIT = PATIENCE
 FEDMASK = {"name": "fedmask", "epochs": 3, "batch": 16, "lr": 1.0, "keep": 0.5}
 
@@ -80,27 +81,39 @@ def join_all(fed: Federation, data: dict[str, Path]) -> None:
         fed.join(name, data[name])
 
 
-def test_killed_twenty_times_a_run_ends_as_an_undisturbed_one(tmp_path: Path, data: dict[str, Path]) -> None:
-    rounds = 24
-    with Federation(tmp_path / "calm") as fed:
-        fed.create(Bundle.open(BUNDLE), config(rounds))
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, data: dict[str, Path]) -> dict[str, Any]:
+    """The outcome of an undisturbed run."""
+    with Federation(tmp_path_factory.mktemp("calm")) as fed:
+        fed.create(Bundle.open(BUNDLE), config(ROUNDS))
         join_all(fed, data)
         assert [fed.devices[name].wait(LIMIT) for name in DEVICES] == [0, 0, 0, 0]
-        calm = outcome(fed)
-    assert calm["updates"] == dict.fromkeys(DEVICES, rounds)
-    assert [r["devices"] for r in calm["rounds"]] == [list(DEVICES)] * rounds
+        found = outcome(fed)
+    assert found["updates"] == dict.fromkeys(DEVICES, ROUNDS)
+    assert [r["devices"] for r in found["rounds"]] == [list(DEVICES)] * ROUNDS
+    return found
 
+
+def test_killed_again_and_again_a_run_ends_as_an_undisturbed_one(
+    tmp_path: Path, data: dict[str, Path], calm: dict[str, Any], each_database: Server | None
+) -> None:
     chance = random.Random(5)
-    victims = ["coordinator", *DEVICES] * (KILLS // 5)
+    victims = ["coordinator", *DEVICES, *(["database"] if each_database is not None else [])] * KILLS
     chance.shuffle(victims)
     hit = 0
     with Federation(tmp_path / "killed") as fed:
-        fed.create(Bundle.open(BUNDLE), config(rounds))
+        fed.create(Bundle.open(BUNDLE), config(ROUNDS))
         join_all(fed, data)
         for i, victim in enumerate(victims):
             # By progress, so that the machine's speed changes nothing: after a number of updates of rounds 1 to 16. The
             # others leave room for a run that goes on while this process has to wait.
-            reached(fed, 1 + 4 * i // 5, chance.randrange(len(DEVICES)))
+            reached(fed, 1 + 16 * i // len(victims), chance.randrange(len(DEVICES)))
+            if victim == "database":
+                assert each_database is not None
+                hit += fed.ask("GET", f"/v1/federations/{fed.id}")["phase"] == "running"
+                each_database.crash()
+                each_database.start()
+                continue
             process = fed.coordinator if victim == "coordinator" else fed.devices[victim]
             if process.poll() is None:
                 hit += process.kill() == -signal.SIGKILL
@@ -109,7 +122,7 @@ def test_killed_twenty_times_a_run_ends_as_an_undisturbed_one(tmp_path: Path, da
         assert [fed.devices[name].wait(LIMIT) for name in DEVICES] == [0, 0, 0, 0], fed.devices["a"].text()
         killed = outcome(fed)
         said = "".join(p.text() for p in (fed.coordinator, *fed.devices.values()))
-    assert hit == KILLS, "the run was over before it had been killed often enough"
+    assert hit == len(victims), "the run was over before it had been killed often enough"
     assert killed == calm
     assert "Traceback" not in said
 
