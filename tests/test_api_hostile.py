@@ -83,6 +83,7 @@ REPORT = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_c
 HALF = "\\ud800"  # half a surrogate pair, as JSON may hold it
 
 
+@pytest.mark.usefixtures("each_database")
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [

@@ -455,9 +455,11 @@ def test_a_cursor_that_is_not_of_the_list_is_refused(tmp_path: Path, query: str)
     play(tmp_path, script)
 
 
+@pytest.mark.usefixtures("each_database")
 @pytest.mark.parametrize(
     ("path", "place"),
     [
+        (f"{FED}/rounds", "[2147483648]"),
         (f"{FED}/rounds", "[9223372036854775807]"),
         (f"{FED}/rounds", f"[1{'0' * 100}]"),
         (f"{FED}/devices", '["\\ud800"]'),

@@ -273,6 +273,7 @@ def _device(name: str, url: str, site: Deadly, receipts: list[tuple[int, str, st
 LARGE = 2 * (INLINE // 8 + 100)  # parameters whose update lies in the folder, not in the database
 
 
+@pytest.mark.usefixtures("each_database")
 @pytest.mark.parametrize("processes", [1, 2], ids=["one process", "two processes"])
 @pytest.mark.parametrize("d", [64, LARGE], ids=["in the database", "in the folder"])
 def test_killed_again_and_again_the_federation_ends_as_if_undisturbed(tmp_path: Path, d: int, processes: int) -> None:

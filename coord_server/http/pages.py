@@ -16,6 +16,7 @@ from fastapi import Depends, Query, Request, Response
 
 from coord_server.http.openapi import headers
 from coord_server.problems import Refusal
+from edge_client.protocol.messages import MAX_ROUNDS
 
 MOST = 1000  # items of a page, also without `limit`: small installations see all on one page
 
@@ -60,7 +61,7 @@ def _plain(value: Any) -> bool:
     """Whether every database takes the value: a list's own cursors hold names, digests, times and round numbers."""
     if isinstance(value, str):
         return value.isascii() and value.isprintable()
-    return bool(-(2**53) < value < 2**53)
+    return bool(abs(value) < (MAX_ROUNDS if isinstance(value, int) else 2**53))
 
 
 async def page(
