@@ -254,5 +254,6 @@ async def pages(fleet: Fleet, path: str, limit: int) -> list[list[Any]]:
         assert answer.status_code == 200, answer.text
         found.append(answer.json())
         following = answer.links.get("next", {}).get("url")
-        url = "" if following is None else str(answer.url.join(following))
+        before, url = url, "" if following is None else str(answer.url.join(following))
+        assert url != before, "this page is the next one"
     return found

@@ -102,7 +102,8 @@ def server() -> Iterator[Server]:
             user = {"user": "nobody"}
             shutil.chown(folder, "nobody")
         data = f"{folder}/data"
-        made = [initdb, "-D", data, "--username", "postgres", "--auth", "trust", "--encoding", "UTF8", "--no-sync"]
+        order = ["--encoding", "UTF8", "--locale-provider", "icu", "--icu-locale", "en"]  # words, as users' servers do
+        made = [initdb, "-D", data, "--username", "postgres", "--auth", "trust", "--no-sync", *order]
         subprocess.run(made, check=True, stdout=subprocess.DEVNULL, **user)
         command = [postgres, "-D", data, "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
         found = Server(f"postgresql+psycopg://postgres@/postgres?host={folder}", command, user)

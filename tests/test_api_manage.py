@@ -374,6 +374,7 @@ def test_a_number_of_rounds_that_the_method_cannot_use_is_refused(tmp_path: Path
 # --- lists
 
 
+@pytest.mark.usefixtures("each_database")
 def test_every_list_comes_in_pages_that_hold_each_item_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb", "ccc", "dddd", rounds=5, cohort=4, min_devices=4)
