@@ -580,7 +580,12 @@ def test_a_database_that_does_not_answer_is_one_sentence_with_what_to_do(
 
 @pytest.mark.parametrize(
     ("state", "kind"),
-    [("53100", StorageFullError), ("XX001", StorageDamagedError), ("57P01", StorageUnreachableError)],
+    [
+        ("53100", StorageFullError),
+        ("XX001", StorageDamagedError),
+        ("XX000", StorageUnreachableError),
+        ("57P01", StorageUnreachableError),
+    ],
 )
 def test_an_error_of_postgresql_has_the_kind_of_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, kind: type[StateError]

@@ -111,7 +111,7 @@ def _kind(error: DBAPIError | PoolTimeout) -> StateError:
     said = getattr(getattr(found, "diag", None), "message_primary", None) or str(found)  # without PostgreSQL's details
     reason, state = " ".join(said.split()), getattr(found, "sqlstate", None) or ""  # libpq writes several lines
     words = ("malformed", "not a database", "corrupt")
-    if isinstance(error, IntegrityError) or state.startswith("XX") or any(w in reason for w in words):
+    if isinstance(error, IntegrityError) or state in ("XX001", "XX002") or any(w in reason for w in words):
         return StorageDamagedError(f"the coordinator's database is damaged: {reason}; restore it")
     if state == "53100" or "disk is full" in reason:
         return StorageFullError(f"the coordinator's database takes no more: {reason}; free space for it")
