@@ -510,7 +510,7 @@ def test_writers_follow_one_another_whatever_isolation_the_server_gives_by_defau
 @pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
 def test_a_database_that_cannot_hold_every_letter_is_refused(postgresql: databases.Server, encoding: str) -> None:
     with (
-        postgresql.database(f"TEMPLATE template0 LOCALE 'C' ENCODING '{encoding}'") as url,
+        postgresql.database(f"TEMPLATE template0 LOCALE_PROVIDER libc LOCALE 'C' ENCODING '{encoding}'") as url,
         pytest.raises(ConfigError, match=f"encoding of this database is {encoding}.*ENCODING 'UTF8'"),
     ):
         Metadata(url)
