@@ -13,7 +13,7 @@ from edge_bench.records import Record
 from edge_client.bench.tables import plain_table, unfolded
 from edge_client.protocol.messages import Round
 
-CAPTION = """score: each device's own model on its own test samples, mean over devices
+CAPTION = """score: each device's own model on its own test samples, mean weighted by these
   (accuracy for labels, R^2 for numbers); worst: the lowest of any device;
   after more: the same model after one more round of training on its device
 up, down: payload bytes a device sends and receives in a round; bits: the same

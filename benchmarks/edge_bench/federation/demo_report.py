@@ -58,7 +58,7 @@ def table(records: Mapping[str, Record], title: str) -> Table:
         )  # fmt: skip
     out.caption = (
         "score: how good each device's own model is on its own test samples, mean\n"
-        "  over devices (accuracy for labels, R^2 for numbers); worst: the lowest;\n"
+        "  weighted by these (accuracy for labels, R^2 for numbers); worst: the lowest;\n"
         "  trained on: the mean after the last round's own training, before its models\n"
         "  were averaged; bytes: payloads of one device, both ways, in all; s a round:\n"
         "  seconds, all devices on this one machine"

@@ -28,8 +28,8 @@ PAGE = ROOT / "docs" / "results.md"
 HEAD = """# Results
 
 Every table is made from `benchmarks/results/NAME/result.json` by `python -m edge_bench.reproductions.results_page`; run
-one again with `maskfleet reproduce NAME` ([how](reproduce.md)). Scores are per cent, on each device's own test samples,
-mean over the devices and over the seeds, with the standard deviation over the seeds.
+one again with `maskfleet reproduce NAME` ([how](reproduce.md)). Scores are per cent: each device is scored on its own
+test samples, the mean over the devices is weighted by these, and mean and standard deviation over the seeds are shown.
 
 * **ours**: every device's own model from the downlink after the last round; **late**: the same of the last ten rounds'
   cohorts before their local epochs, steadier where test parts are small; **after epochs**: after one more round of

@@ -50,7 +50,7 @@ class SimulationConfig(BaseModel):
     personalise: Personalise = "best"
     """Which model a device ends with, as in a federation."""
     evaluate_every: Annotated[int, Field(ge=0)] = 0
-    """Evaluate every device's personal model every N rounds, too; 0: at the end only."""
+    """Every N rounds score what each device would make of the next downlink, before `personalise` chooses; 0: never."""
     final_epochs: bool = True
     """Also report every device's score after its local epochs from the final downlink."""
 

@@ -31,13 +31,14 @@ class Row(_Table):
     loss: float | None
     """Mean over the samples trained on."""
     score_before: float | None
-    """Of the cohort's models as received, mean over devices."""
+    """Of the cohort's models as received, mean over devices weighted by their test samples."""
     score_before_worst: float | None
     score_after: float | None
     """Of the same after local training."""
     score_after_worst: float | None
     score_of_all_devices: float | None
-    """Of every device's personal model after the round; only with `evaluate_every`."""
+    """Of every device's model from the downlink after the round, before `personalise` chooses; only with
+    `evaluate_every`."""
     bytes_up: float
     """Payload bytes a device of the cohort sent, without what is sent once."""
     bytes_down: float
@@ -70,7 +71,7 @@ class BestOfAll(_Table):
 
 
 class MethodResult(_Table):
-    """How one method ended. Scores are of every device's personal model from the final downlink."""
+    """How one method ended. Scores are of every device's personal model; the mean is weighted by test samples."""
 
     score_mean: float | None
     score_worst: float | None
