@@ -254,6 +254,21 @@ def test_stored_trials_of_another_configuration_or_method_are_refused(
         search("fedavg", plan(file, 2), storage(tmp_path / "t"))
 
 
+def test_trials_belong_to_the_samples_and_not_to_the_path_of_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = np.random.default_rng(0).random((120, 64), np.float32), np.arange(120) % 10
+    np.savez(tmp_path / "mine.npz", x=x, y=y)
+    data = 'name = "npz"\npath = "mine.npz"\ndevices = 3\n'
+    (tmp_path / "run.toml").write_text(FILE.replace('name = "digits"\ndevices = 3\nsamples = 240\n', data))
+    search("fedavg", plan(tmp_path / "run.toml", 1), storage(tmp_path / "t"))
+    monkeypatch.chdir(tmp_path)
+    assert len(search("fedavg", plan(Path("run.toml"), 2), storage(tmp_path / "t"))) == 2
+    np.savez(tmp_path / "mine.npz", x=1 - x, y=y)
+    with pytest.raises(ConfigError, match=r"of another data; give another --out"):
+        search("fedavg", plan(tmp_path / "run.toml", 3), storage(tmp_path / "t"))
+
+
 def test_settings_that_make_training_fail_are_told_and_the_search_goes_on(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

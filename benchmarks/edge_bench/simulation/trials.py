@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -177,9 +178,9 @@ def _done(study: optuna.Study) -> list[Trial]:
 
 def _check_same(study: optuna.Study, label: str, plan: Plan, method: Method) -> None:
     """Refuse a file with trials of another configuration."""
-    config = plan.config.model_dump(mode="json", exclude={"methods", "processes", "bundle"})
+    config = plan.config.model_dump(mode="json", exclude={"methods", "processes", "bundle", "export", "data"})
     what = {
-        "bundle": plan.bundle.sha256, "config": config, "seed": plan.seed,
+        "bundle": plan.bundle.sha256, "data": _digest(plan.devices), "config": config, "seed": plan.seed,
         "table": plan.config.methods[label], "most_bytes": plan.most_bytes,
         "search": {k: vars(v) if isinstance(v, Range) else list(v) for k, v in method.search.items()},
         "revision": method.revision,
@@ -193,6 +194,15 @@ def _check_same(study: optuna.Study, label: str, plan: Plan, method: Method) -> 
             f"the stored trials of {label!r} are of another {differs}; give another --out, or delete the .trials file"
         )
     study.set_user_attr("asked", text)
+
+
+def _digest(devices: Mapping[str, DeviceData]) -> str:
+    """SHA-256 of every device's samples: a file may change under its name, and its name by where the command runs."""
+    found = sha256()
+    for name, data in devices.items():
+        for part, array in vars(data).items():
+            found.update(repr((name, part, array.dtype.str, array.shape)).encode() + array.tobytes())
+    return found.hexdigest()
 
 
 def best(trials: Sequence[Trial], most_bytes: float | None = None) -> Trial:
