@@ -165,6 +165,7 @@ def test_a_start_that_runs_nothing_leaves_the_files_and_where_the_figures_come_f
     assert set(before) == {"result.json", "table.md", "digits.png"}
     monkeypatch.setattr(command.provenance, "commit", lambda: "another")
     monkeypatch.setattr(command.provenance, "machine", lambda: {"cores": 1000})
+    (reproduction.FOLDER / "tiny.toml").write_text(TINY.replace("minutes = 1", "minutes = 2"))
     reproduce("tiny", out=out, seeds=1)
     assert files() == before
     (out / "digits.png").unlink()

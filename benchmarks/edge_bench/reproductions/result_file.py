@@ -26,6 +26,10 @@ AVERAGED = (
 )  # fmt: skip
 
 
+TEXT = {"title", "reference", "minutes", "notes", "full", "tried", "paper"}
+"""What a reproduction's file says beside its settings; title, reference, paper and tried stand apart in the result."""
+
+
 def rounded(value: Any) -> Any:
     """Floats with six significant digits, all the way down: files stay small and readable."""
     if isinstance(value, float):
@@ -72,7 +76,7 @@ def summary(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
 
 def merge(name: str, r: Reproduction, command: str, runs: dict[str, Run], tried: dict[str, Run], full: bool) -> Run:
     """The content of `result.json`."""
-    settings = r.model_dump(mode="json", exclude={"full", "tried", "paper", "notes"})
+    settings = r.model_dump(mode="json", exclude=TEXT)
     return {
         "name": name,
         "title": r.title,
