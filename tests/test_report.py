@@ -121,6 +121,8 @@ def test_where_one_more_round_on_the_device_would_reach_the_base_the_first_hint_
     (said,) = advice.warnings(records, methods)
     first = advice.PERSONAL.format(0.95) + ", then "
     assert f"helps: {first if hinted else ''}lr (here 0.01)" in said
+    (said,) = advice.warnings(records, methods, chosen=True)  # each device has one already
+    assert "helps: lr (here 0.01)" in said
 
 
 def test_the_rate_of_a_hint_is_the_one_that_the_model_s_devices_train_at() -> None:

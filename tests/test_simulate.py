@@ -266,6 +266,18 @@ def test_a_method_that_ends_below_its_start_or_training_alone_is_named(
     assert said.index("warning: lgfedavg: global_rounds = 10 covers all 2 rounds") < said.index("idle ends at")
 
 
+@pytest.mark.parametrize(("keys", "chosen"), [("", False), ("validation = 0.2", True)])
+def test_devices_that_chose_their_models_are_not_advised_to(
+    keys: str, chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = f'bundle = "digits"\nrounds = 1\ncohort = 2\n[data]\nname = "digits"\ndevices = 2\nsamples = 100\n{keys}\n'
+    (tmp_path / "run.toml").write_text(data + "[methods.standalone]\nepochs = 1\n")
+    given: list[Any] = []
+    monkeypatch.setattr(simulate_cli.advice, "warnings", lambda *all_: given.extend(all_) or [])
+    simulate_cli.simulate(tmp_path / "run.toml")
+    assert given[-1] is chosen
+
+
 def test_honest_devices_count_as_their_samples_unless_a_guard_is_set_and_then_it_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,7 +144,9 @@ def simulate(
     records = {label: simulated(r, model) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(tables.table(records, title, console), tables.by_kind(records), sep="\n\n")
-    advice.warn(console, advice.warnings(records, {label: r.method for label, r in results.items()}, tested, model))
+    methods = {label: r.method for label, r in results.items()}
+    chosen = checked.personalise == "best" and any(len(d.y_val) for d in devices.values())
+    advice.warn(console, advice.warnings(records, methods, tested, model, chosen))
     if json_file is not None:
         reasons = {label: str(error) for label, error in failures.items()}
         found = result.result(origin, checked, records, reasons)
