@@ -14,7 +14,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -62,8 +62,7 @@ def _timed(subject: Subject, compact: Result, kind: MaskKind, scratch: Path, run
     """Latency of the compact model beside the dense one, and rows of the variants timed with them."""
     others: list[tuple[Result, Path]] = []
     path = scratch / "aligned.onnx"
-    settings: dict[str, Any] = {"align": "auto", "clock": clock(subject.x[:1])}
-    aligned = compacted(subject, kind, compact.kept, path, **settings)
+    aligned = compacted(subject, kind, compact.kept, path, "auto", clock(subject.x[:1]))
     aligned.aligned = True
     if aligned.status == "ok":
         others.append((aligned, path))

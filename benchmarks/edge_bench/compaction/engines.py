@@ -14,9 +14,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from edge_bench import provenance
 from edge_bench.command_line import check_writable, run_module, write_json
 from edge_bench.compaction.masks import MaskKind
 from edge_bench.compaction.options import Bundles, Family, Json, Kept, Masks, Models, Runs, chosen, cuts
-from edge_bench.compaction.suite import EXACT, Subject, compacted, export, prepare
+from edge_bench.compaction.suite import Result, Subject, compacted, export, prepare
 from edge_client.artifacts import BATCH, writer
 from edge_client.artifacts.making import Limits, make
 from edge_client.compaction.tuning import clock
@@ -51,101 +50,64 @@ FIELDS = {
     "bytes": "of the file",
     "seconds": "processor time of writing and proving the artifact",
 }
-Variant = Literal["dense", "compact", "aligned"]
-
-
-@dataclass
-class Row:
-    """One compact model in one engine; see `FIELDS`. `status` is as in the suite."""
-
-    model: str
-    mask: str
-    kept: float
-    engine: str
-    aligned: bool = False
-    status: str = "ok"
-    mac_ratio: float | None = None
-    error_std: float | None = None
-    error_dense_std: float | None = None
-    agreement: float | None = None
-    error_rms: float | None = None
-    speedup: float | None = None
-    ms_dense: float | None = None
-    ms: float | None = None
-    bytes: int | None = None
-    seconds: float | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Whether its outputs equal the masked module's, up to float32's own rounding."""
-        return self.error_std is not None and self.error_std <= max(EXACT, 2 * (self.error_dense_std or 0.0))
-
-    def row(self) -> dict[str, Any]:
-        """The fields that are known, rounded."""
-        found = {k: v for k, v in asdict(self).items() if v is not None}
-        return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in found.items()}
+ORT = "onnxruntime"
 
 
 def measure(
     subject: Subject, kind: MaskKind, kept: float, folder: Path, engines: list[str], runs: int, align: bool
-) -> list[Row]:
+) -> list[Result]:
     """The rows of one graph under one mask; files are left in `folder`."""
-    compact = compacted(subject, kind, kept, folder / "compact.onnx")
+    name, x = subject.case.name, subject.x[:1]
+    models, dense = {"compact": folder / "compact.onnx"}, folder / "compact.dense.onnx"
+    compact = compacted(subject, kind, kept, models["compact"])
     if compact.status != "ok":
-        return [Row(subject.case.name, kind, kept, e, status=compact.status) for e in ("onnxruntime", *engines)]
-    (folder / "compact.dense.onnx").rename(folder / "dense.onnx")
-    variants: list[Variant] = ["compact"]
-    if align:
-        settings: dict[str, Any] = {"align": "auto", "clock": clock(subject.x[:1])}
-        if compacted(subject, kind, kept, folder / "aligned.onnx", **settings).status == "ok":
-            variants.append("aligned")
-    dense_macs = macs(folder / "dense.onnx")
-    rows: dict[tuple[str, Variant], Row] = {}
-    files: dict[tuple[str, Variant], Path] = {}
-    for engine in ("onnxruntime", *engines):
-        for variant in (*variants, "dense") if runs else variants:
-            row = Row(subject.case.name, kind, kept, engine, variant == "aligned")
-            source = folder / f"{variant}.onnx"
-            row.mac_ratio, row.error_dense_std = dense_macs / max(1, macs(source)), compact.error_dense_std
-            _write(row, source, subject, folder, files, (engine, variant))
-            rows[engine, variant] = row
+        return [Result(name, kind, kept, engine, status=compact.status) for engine in (ORT, *engines)]
+    if align and compacted(subject, kind, kept, folder / "aligned.onnx", "auto", clock(x)).status == "ok":
+        models["aligned"] = folder / "aligned.onnx"
     if runs:
-        times = in_turns([open_model(path, subject.x[:1]) for path in files.values()], runs, max(3, runs // 10)).cpu
+        models["dense"] = dense
+    rows: dict[tuple[str, str], Result] = {}
+    files: dict[tuple[str, str], Path] = {}
+    for engine in (ORT, *engines):
+        for variant, model in models.items():
+            row = rows[engine, variant] = Result(name, kind, kept, engine, aligned=variant == "aligned")
+            row.mac_ratio, row.error_dense_std = macs(dense) / max(1, macs(model)), compact.error_dense_std
+            try:
+                path, row.seconds = made(model, engine, subject)
+                compare(row, path, subject)
+                files[engine, variant] = path
+            except MaskfleetError as error:
+                row.status = f"refused: {error}"
+            except Exception as error:  # a crash is a result too
+                row.status = f"crashed: {type(error).__name__}: {str(error)[:200]}"
+    if runs:
+        times = in_turns([open_model(path, x) for path in files.values()], runs, max(3, runs // 10)).cpu
         for key, series in zip(files, times, strict=True):
             rows[key].ms = float(np.median(series))
         for (engine, _), row in rows.items():
-            dense = rows[engine, "dense"]
-            if row.ms and dense.ms:
-                row.ms_dense, row.speedup = dense.ms, dense.ms / row.ms
+            row.ms_dense = rows[engine, "dense"].ms
+            if row.ms and row.ms_dense:
+                row.speedup = row.ms_dense / row.ms
     return [row for (_, variant), row in rows.items() if variant != "dense"]
 
 
-def _write(
-    row: Row,
-    source: Path,
-    subject: Subject,
-    folder: Path,
-    files: dict[tuple[str, Variant], Path],
-    key: tuple[str, Variant],
-) -> None:
-    """Make the engine's file of `source`, and compare it with the masked module."""
-    path = source
-    start = time.process_time()
-    try:
-        if row.engine != "onnxruntime":
-            art = ENGINES[row.engine]
-            path = folder / f"{source.stem}-{art}{'.onnx' if art == 'int8' else '.pte'}"
-            make(source.read_bytes(), art, path, subject.x, ANY)
-            row.seconds = time.process_time() - start
-        found = _outputs(row.engine, path, subject.x)
-        error, spread = np.abs(found - subject.expected), max(float(subject.expected.std()), 1e-12)
-        row.error_std, row.error_rms = float(error.max()) / spread, float(np.sqrt((error**2).mean())) / spread
-        row.agreement = float((found.argmax(-1) == subject.expected.argmax(-1)).mean())
-        row.bytes, files[key] = path.stat().st_size, path
-    except MaskfleetError as error:
-        row.status = f"refused: {error}"
-    except Exception as error:  # a crash is a result too
-        row.status = f"crashed: {type(error).__name__}: {str(error)[:200]}"
+def made(model: Path, engine: str, subject: Subject) -> tuple[Path, float | None]:
+    """The engine's file of a model, and the processor seconds of making it, None for the model itself."""
+    if engine == ORT:
+        return model, None
+    art, start = ENGINES[engine], time.process_time()
+    path = model.with_name(f"{model.stem}-{art}{'.onnx' if art == 'int8' else '.pte'}")
+    make(model.read_bytes(), art, path, subject.x, ANY)
+    return path, time.process_time() - start
+
+
+def compare(row: Result, path: Path, subject: Subject) -> None:
+    """Note how far the file's outputs are from the masked module's, and its size."""
+    found = _outputs(row.engine, path, subject.x)
+    error, spread = np.abs(found - subject.expected), max(float(subject.expected.std()), 1e-12)
+    row.error_std, row.error_rms = float(error.max()) / spread, float(np.sqrt((error**2).mean())) / spread
+    row.agreement = float((found.argmax(-1) == subject.expected.argmax(-1)).mean())
+    row.bytes = path.stat().st_size
 
 
 def _outputs(engine: str, path: Path, x: NDArray[Any]) -> NDArray[Any]:
@@ -153,11 +115,11 @@ def _outputs(engine: str, path: Path, x: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([run(x[i : i + BATCH]) for i in range(0, len(x), BATCH)])
 
 
-def summary(rows: list[Row]) -> dict[str, Any]:
+def summary(rows: list[Result]) -> dict[str, Any]:
     """By engine: graphs, those exact under every mask, and those refused or crashed; int8 is never exact."""
     made: dict[str, Any] = {}
     for engine in dict.fromkeys(r.engine for r in rows):
-        by: dict[str, list[Row]] = {}
+        by: dict[str, list[Result]] = {}
         for r in (r for r in rows if r.engine == engine and not r.aligned):
             by.setdefault(r.model, []).append(r)
         done = {name: own for name, own in by.items() if all(r.status == "ok" for r in own)}
@@ -171,7 +133,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     return made
 
 
-def line(r: Row) -> str:
+def line(r: Result) -> str:
     """A row for the terminal."""
     name = f"{r.model}{' aligned' if r.aligned else ''}"
     if r.status != "ok":
@@ -200,7 +162,7 @@ def main(
     check_writable(json_file)
     wanted = cuts(masks, kept)
     origin = provenance.origin()
-    rows: list[Row] = []
+    rows: list[Result] = []
     with tempfile.TemporaryDirectory() as root:
         scratch = Path(root)
         for case in chosen(models, family):
@@ -208,7 +170,7 @@ def main(
             try:
                 bundle = export(case, (bundles or scratch / "bundles") / name)
             except MaskfleetError as error:
-                rows.append(Row(case.name, "", 0.0, "export", status=f"refused: {error}"))
+                rows.append(Result(case.name, "", 0.0, "export", status=f"refused: {error}"))
                 continue
             for kind, share in wanted:
                 with tempfile.TemporaryDirectory(dir=root) as folder:

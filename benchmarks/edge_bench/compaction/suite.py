@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,11 @@ from torch import Tensor
 from edge_bench.compaction.masks import Masked, MaskKind, masked
 from edge_bench.compaction.oracle import Bound, bound
 from edge_bench.compaction.zoo import Case
+from edge_client.align import Align
 from edge_client.bundle import MANIFEST, Bundle, Input, Manifest, Part, digest
 from edge_client.bundle import Tensor as Row
 from edge_client.compaction.personal import write_dense, write_personal
+from edge_client.compaction.tuning import Clock
 from edge_client.errors import MaskfleetError
 from edge_client.measure.engines import onnx_call
 from edge_client.measure.latency import in_turns
@@ -50,7 +51,8 @@ class Result:
     dense over compact, `mac_bound` dense over the oracle's bound. `speedup` is dense over compact milliseconds of one
     sample: processor time on one thread, the median of calls that all variants take in turns. `error_std` is the
     largest error against the masked module in float64, over the standard deviation of its outputs; `error_dense_std`
-    is the same for the dense graph in float32, which has that much rounding of its own.
+    is the same for the dense graph in float32, which has that much rounding of its own. `error_rms` is the root mean
+    square of the errors, `agreement` the share of samples whose largest output is the masked module's (`engines`).
     """
 
     model: str
@@ -65,6 +67,8 @@ class Result:
     speedup: float | None = None
     error_std: float | None = None
     error_dense_std: float | None = None
+    error_rms: float | None = None
+    agreement: float | None = None
     macs_dense: int | None = None
     macs_compact: int | None = None
     macs_bound: int | None = None
@@ -151,26 +155,20 @@ def _flat(table: Sequence[Row], tensors: dict[str, Tensor]) -> NDArray[np.float3
     return np.concatenate(parts)
 
 
-NARROW = partial(write_personal, align="none")
-"""As the mask leaves it: the bound is compared with that."""
-
-
 def compacted(
-    subject: Subject,
-    kind: MaskKind,
-    kept: float,
-    path: Path,
-    write: Callable[..., Any] = NARROW,
-    **settings: Any,
+    subject: Subject, kind: MaskKind, kept: float, path: Path, align: Align = "none", clock: Clock | None = None
 ) -> Result:
-    """`subject` written to `path` by `write` (called as `write_personal` is), and how it came out."""
+    """`subject` written to `path` as `write_personal` does, and how it came out.
+
+    By default it is as narrow as the mask leaves it: the bound is compared with that.
+    """
     result = Result(subject.case.name, kind, kept)
     start = time.perf_counter()
     try:
-        report = write(subject.bundle, subject.personal, path, subject.x, **settings)
+        report = write_personal(subject.bundle, subject.personal, path, subject.x, align=align, clock=clock)
         result.seconds = time.perf_counter() - start
         result.bytes = path.stat().st_size
-        result.stopped_by = list(getattr(report, "stopped", ()))
+        result.stopped_by = list(report.stopped)
         result.error_std = _error(path, subject)
         result.macs_dense = macs(subject.bundle.part("eval.onnx"))
         result.macs_compact, result.macs_bound = macs(path), subject.bound.live
