@@ -342,7 +342,7 @@ def test_paths_in_the_written_file_are_those_of_the_tuned_one(tmp_path: Path, mo
         tune(Path("run.toml"), trials=1, out=Path("nowhere/best.toml"))
 
 
-SIZES = {"200": 200, "200kB": 2e5, "1.5 MB": 1.5e6, "2g": None, "-1": None, "kB": None}
+SIZES = {"200": 200, "200kB": 2e5, "1.5 MB": 1.5e6, "2 bags": None, "0": None, "-1": None, "kB": None}
 
 
 @pytest.mark.parametrize(("text", "size"), SIZES.items())

@@ -21,8 +21,6 @@ from edge_bench.data.sources import Samples, find
 from edge_client.errors import ConfigError, suggestion
 
 Shape: TypeAlias = "tuple[int, ...] | None"
-OWN = frozenset({"factory", "arguments", "size", "colour", "mean", "deviation", "features", "label", "owner"})
-"""Keys for a user's own data alone."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class DataConfig(BaseModel):
     def _nothing_unused(self) -> DataConfig:
         """Refuse a key that would change nothing."""
         used = source(self.name).keys
-        owned = {key for s in SOURCES.values() for key in s.keys} | OWN
+        owned = {key for s in SOURCES.values() for key in s.keys}
         faults = []
         for key in sorted(self.model_fields_set & owned - used):
             users = [name for name, s in SOURCES.items() if key in s.keys]

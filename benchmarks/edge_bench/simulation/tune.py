@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import optuna
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from edge_bench import own_model, provenance, toml_text
 from edge_bench.bundles import NAMES, is_named
@@ -30,8 +31,6 @@ from edge_client import toml
 from edge_client.authored import is_place
 from edge_client.errors import ConfigError
 from edge_client.named_bundles import packaged
-
-SIZES = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 
 
 def open_plan(
@@ -52,11 +51,12 @@ def read_size(text: str | None) -> float | None:
     """Bytes from ``200000``, ``200kB`` or ``1.5MB``. Raises ConfigError."""
     if text is None:
         return None
-    digits = text.rstrip("kKmMgGbB ")
-    with suppress(KeyError, ValueError):
-        if (size := float(digits) * SIZES[text[len(digits) :].strip().lower()]) > 0:
-            return size
-    raise ConfigError(f"--most-bytes {text!r}: give a number of bytes, like 200000, 200kB or 1.5MB")
+    size = 0
+    with suppress(ValidationError):
+        size = TypeAdapter(ByteSize).validate_python(text)
+    if not size:
+        raise ConfigError(f"--most-bytes {text!r}: give a number of bytes, like 200000, 200kB or 1.5MB")
+    return float(size)
 
 
 def tuned_toml(content: Mapping[str, Any], plan: Plan, found: Mapping[str, Trial], out: Path, file: Path) -> str:

@@ -28,6 +28,7 @@ from torch import nn
 
 from edge_bench import models, provenance
 from edge_bench.command_line import check_writable, known_names, run_module, write_json
+from edge_bench.testing.trainers import samples
 from edge_client.bundle import Bundle
 from edge_client.measure.latency import in_turns
 from edge_client.targets import Classification, Sequence, Target
@@ -68,18 +69,9 @@ def bundle_of(name: str, folder: Path) -> tuple[Bundle, float | None]:
     return add_parts(bundle, progress=typer.echo), time.process_time() - start
 
 
-def batch_of(bundle: Bundle, n: int = BATCH, draw: int = 0) -> tuple[Any, Any]:
-    """A batch of noise with labels."""
-    m, rng = bundle.manifest, np.random.default_rng(draw)
-    shape = (n, *m.input.shape)
-    whole = m.input.dtype == "int64"
-    x = rng.integers(0, CHARACTERS, shape) if whole else rng.standard_normal(shape).astype(np.float32)
-    return x, rng.integers(0, m.target.output[-1], (n, *m.target.output[:-1]))
-
-
 def distances(bundle: Bundle, trainers: dict[str, Trainer], n: int, draw: int = 0) -> dict[str, float]:
     """How far each backend's gradient is from PyTorch's on a batch of `n`, over its length."""
-    model, (x, y) = bundle.model(), batch_of(bundle, n, draw)
+    model, (x, y) = bundle.model(), samples(bundle.manifest, n, draw, CHARACTERS)
     made = {k: t.gradient(model.parameters, model.buffers, x, y).parameters.copy() for k, t in trainers.items()}
     truth = made["torch"]
     return {k: float(np.linalg.norm(g - truth) / np.linalg.norm(truth)) for k, g in made.items()}
@@ -89,7 +81,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     """One row of the result."""
     _, _, _, steps, aim = MODELS[name]
     bundle, lowering = bundle_of(name, folder)
-    model, (x, y) = bundle.model(), batch_of(bundle)
+    model, (x, y) = bundle.model(), samples(bundle.manifest, BATCH, 0, CHARACTERS)
     trainers = {backend: open_trainer(backend, bundle) for backend in BACKENDS}
     calls = [partial(t.gradient, model.parameters, model.buffers, x, y) for t in trainers.values()]
     taken = in_turns(calls, steps, warm_up=2).cpu  # the first turns open the programs

@@ -1,21 +1,18 @@
 """What Lattice's numbers cost beside the training, in CPU time: HAR's MLP, ten devices, five epochs a round.
 
-    python -m edge_bench.timing.lattice_speed --json benchmarks/results/speed/lattice.json [--against CHECKOUT]
+    python -m edge_bench.timing.lattice_speed --json benchmarks/results/speed/lattice.json
 
 A device's figures: `receive` decodes the downlink into weights, `train` is the SGD, `send` turns the change into whole
 numbers and codes them. The coordinator's: `downlink` for each audience, `update` (read and folded) for each device, and
 `finish`. Each is the median over the rounds after the first, in ms; `receive_last` is that of the last round alone,
 whose numbers are the rarest. `coding_per_training` is (receive + send) / train; the figures are those of the turn in
 which it is lowest. `encode` and `decode` are ns a parameter for 2**20 of them.
-Everything is measured with the compiled loops, if numba is installed, and with numpy alone. With `--against` the same
-script also measures another checkout of this project, turn by turn.
+Everything is measured with the compiled loops, if numba is installed, and with numpy alone.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -134,23 +131,8 @@ def turn(compiled: bool) -> dict[str, float]:
         return {**federation(Path(folder) / "bundle"), **coder()}
 
 
-def elsewhere(checkout: Path) -> tuple[str, dict[str, float]]:
-    """Another checkout's commit, and one measurement of its code by this script."""
-    paths = ":".join(str(checkout / part) for part in ("", "kernels", "export", "benchmarks"))
-    code = (
-        "import json, runpy; from edge_bench import provenance; "
-        f"turn = runpy.run_path({str(Path(__file__).resolve())!r})['turn']; "
-        "print(json.dumps([provenance.commit(), turn(True)]))"
-    )
-    command = ["env", f"PYTHONPATH={paths}", sys.executable, "-c", code]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=checkout)
-    commit, found = json.loads(said.stdout.splitlines()[-1])
-    return commit, found
-
-
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    against: Annotated[Path | None, typer.Option(help="Another checkout of this project, measured beside it.")] = None,
 ) -> None:
     """Measure, and print the best of each figure's turns."""
     check_writable(json_file)
@@ -160,9 +142,6 @@ def main(
         if find_spec("numba") is not None:
             turns["with numba"].append(turn(True))
         turns["numpy alone"].append(turn(False))
-        if against is not None:
-            commit, figures = elsewhere(against)
-            turns[f"commit {commit}"].append(figures)
     content["figures"] = {
         name: min(found, key=lambda figures: figures["coding_per_training"]) for name, found in turns.items()
     }
