@@ -44,33 +44,41 @@ def by_class(
 ) -> NDArray[np.int64]:
     """The device of each group of one class `y` and of `size` samples, int64[n], -1 where a class has none.
 
-    With `classes` each device holds that many classes, drawn from those with the fewest holders so far; the holders of
-    a class share it evenly. Without, each class is divided by Dirichlet(alpha) shares. Raises ConfigError when no draw
-    leaves every device `FEWEST` samples.
+    With `classes` each device holds that many classes, without each class is divided by Dirichlet(alpha) shares. Raises
+    ConfigError when no draw leaves every device `FEWEST` samples.
     """
     present = np.unique(y)
-    owner = np.empty(len(y), np.int64)
     rng = np.random.default_rng(counter.key(seed, "deal"))
     for _ in range(1000):
-        if classes is not None:
-            share = np.zeros((len(present), count))
-            for k in range(count):
-                share[np.lexsort((rng.random(len(present)), share.sum(axis=1)))[:classes], k] = 1
-            share /= np.maximum(share.sum(axis=1, keepdims=True), 1)
+        if classes is None:
+            shares = rng.dirichlet(np.full(count, alpha), len(present))
         else:
-            share = rng.dirichlet(np.full(count, alpha), len(present))
-        for c, part in zip(present, share, strict=True):
-            of_class = np.flatnonzero(y == c)
-            if not part.any():
-                owner[of_class] = -1  # a class that no device holds
+            shares = _even_shares(rng, len(present), count, classes)
+        owner = np.full(len(y), -1, np.int64)
+        for c, share in zip(present, shares, strict=True):
+            if not share.any():
                 continue
-            cuts = np.floor(np.cumsum(part)[:-1] * len(of_class) + 0.5).astype(int)
-            for k, chosen in enumerate(np.split(rng.permutation(of_class), cuts)):
+            shuffled = rng.permutation(np.flatnonzero(y == c))
+            cuts = np.floor(np.cumsum(share)[:-1] * len(shuffled) + 0.5).astype(int)
+            for k, chosen in enumerate(np.split(shuffled, cuts)):
                 owner[chosen] = k
         if np.bincount(owner[owner >= 0], size[owner >= 0], minlength=count).min() >= FEWEST:
             return owner
     advice = "lower devices" if classes is not None else "raise alpha or lower devices"
     raise ConfigError(f"no division left every one of {count} devices {FEWEST} samples; {advice}")
+
+
+def _even_shares(rng: np.random.Generator, present: int, count: int, classes: int) -> NDArray[np.float64]:
+    """Shares [present, count] of each class that `count` devices have when each holds `classes` of them, evenly.
+
+    A device draws its classes from those with the fewest holders so far.
+    """
+    holds: NDArray[np.float64] = np.zeros((present, count))
+    for k in range(count):
+        fewest_first = np.lexsort((rng.random(present), holds.sum(axis=1)))  # equal ones in random order
+        holds[fewest_first[:classes], k] = 1
+    holds /= np.maximum(holds.sum(axis=1, keepdims=True), 1)
+    return holds
 
 
 def few_of_classes(
