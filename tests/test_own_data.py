@@ -156,6 +156,7 @@ def test_files_are_opened_only_for_the_samples_in_use(tmp_path: Path) -> None:
         (["a/x.png", "d/a/x.png"], r"; a/x\.png is not like that"),
         (["a/x.png", "a/y.png", "stray.png"], r"; stray\.png is not like that"),
         (["a/b/c/x.png"], "CLASS/image, or all as DEVICE/CLASS/image"),
+        (["anna/a/x.png", "Test/a/x.png"], "folders of devices, such as anna, beside Test, which names a part"),
     ],
 )
 def test_folders_of_another_shape_are_refused(files: list[str], words: str, tmp_path: Path) -> None:

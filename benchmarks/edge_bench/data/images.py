@@ -102,7 +102,8 @@ def read_folder(path: Path, wanted: Form) -> Samples:
 
     Folders above of the names of splits, `train/CLASS/x.png` and `test/CLASS/x.png`, are no devices: what is in those
     that begin with "test" are test samples. Classes are numbered in the order of their names. The files are opened when
-    a device needs its samples. Raises DataError for a folder without such images, or with both depths.
+    a device needs its samples. Raises DataError for a folder without such images, with both depths, or with devices beside
+    splits.
     """
     if not path.is_dir():
         raise DataError(f"there is no folder {path}; `images` reads a folder with one folder of images for each class")
@@ -120,8 +121,14 @@ def read_folder(path: Path, wanted: Form) -> Samples:
         complete = wanted.of(first)
     names: tuple[str, ...] = ()
     owner = published = None
-    above = {f.parts[0] for f in files} if 3 in depths else set()
-    if above and {name.lower() for name in above} <= SPLITS:
+    above = sorted({f.parts[0] for f in files}) if 3 in depths else []
+    splits = [name for name in above if name.lower() in SPLITS]
+    if splits and len(splits) < len(above):
+        raise DataError(
+            f"{path} has folders of devices, such as {next(n for n in above if n not in splits)}, beside {splits[0]}, "
+            "which names a part of a data set; rename it, or give all images as train/CLASS/image and test/CLASS/image"
+        )
+    if splits:
         published = np.array([f.parts[0].lower().startswith("test") for f in files])
     elif above:
         found, owner = np.unique([f.parts[0] for f in files], return_inverse=True)
