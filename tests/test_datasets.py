@@ -18,6 +18,7 @@ from edge_bench.data.table import DataConfig
 from edge_bench.simulation.file import find_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from edge_client.bundle import Input, Manifest
 from edge_client.data import DeviceData, fit
@@ -106,7 +107,7 @@ def test_femnist_is_divided_by_writer_with_ink_as_one_and_leafs_own_test_samples
     assert (len(four.y_test), len(four.y)) == wanted
     chosen = load(DataConfig(name="femnist", devices=6, evaluate="validation"), 3, target)["writer-4"]
     assert len(chosen.y) + len(chosen.y_test) == wanted[1]
-    _, shares = divide(DataConfig(name="femnist"), 3)
+    _, shares = divide(DataConfig(name="femnist"), 3, read(DataConfig(name="femnist")))
     rows = np.concatenate([r for share in shares.values() for r in vars(share).values()])
     assert np.array_equal(np.sort(rows), np.arange(len(s.x)))
     assert all(s.published[share.test].all() for share in shares.values())  # type: ignore[index]
@@ -157,9 +158,10 @@ def test_har_by_person_is_standardised_and_whole() -> None:
 
 @pytest.mark.parametrize("name", ["har", "shakespeare"])
 def test_what_belongs_to_a_maker_is_not_divided_otherwise(name: Any) -> None:
+    DataConfig(name=name, split="natural")
     for changes in ({"labels": (1,)}, {"samples": 50}, {"split": "iid"}):
-        with pytest.raises(ConfigError, match="leave out `samples`, `labels`"):
-            divide(DataConfig(name=name, **changes), 0)
+        with pytest.raises(ValidationError, match=r"divided by (person|role) and used whole; leave it out"):
+            DataConfig(name=name, **changes)
 
 
 # --- a user's own data
@@ -240,17 +242,17 @@ def test_groups_that_a_division_cannot_keep_whole_are_refused(tmp_path: Path) ->
         ({"split": "classes", "per_class": 5}, "`per_class` draws single samples"),
     ):
         with pytest.raises(ConfigError, match=words):
-            divide(config.model_copy(update=changes), 0)
+            divide(config.model_copy(update=changes), 0, read(config))
     few = saved(tmp_path, x=X, y=Y, group=np.arange(120) // 40).model_copy(update={"devices": 4})
     with pytest.raises(ConfigError, match="4 devices cannot each get one of 3 groups"):
-        divide(few, 0)
+        divide(few, 0, read(few))
 
 
 def test_too_few_samples_are_refused_with_how_many_the_devices_take(tmp_path: Path) -> None:
     for devices, words in ((1, "devices = 1 takes 10 samples, .* there are 5"), (2, "devices = 2 takes 20 samples")):
         few = saved(tmp_path, x=X[:5], y=Y[:5]).model_copy(update={"devices": devices})
         with pytest.raises(ConfigError, match=f"{words}.*or more samples"):
-            divide(few, 0)
+            divide(few, 0, read(few))
 
 
 def test_a_feature_that_is_constant_in_training_stays_small_when_standardised(tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_own_data_without_owners_is_dealt_and_numbers_can_be_predicted(tmp_path:
     devices = load(config.model_copy(update={"devices": 3}), 1, manifest((4,), Regression(outputs=2)))
     assert [len(d.y) + len(d.y_test) for d in devices.values()] == [40, 40, 40]
     with pytest.raises(ConfigError, match="no classes"):
-        divide(config.model_copy(update={"split": "dirichlet"}), 0)
+        divide(config.model_copy(update={"split": "dirichlet"}), 0, read(config))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_a_mistake_in_own_data_is_named(arrays: dict[str, Any], words: str, tmp_
 )
 def test_more_samples_or_classes_than_there_are_is_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        divide(DataConfig(name="digits", **keys), 0)
+        divide(DataConfig(name="digits", **keys), 0, read(DataConfig(name="digits")))
 
 
 def test_a_device_with_one_training_sample_keeps_it_when_a_share_is_its_own_validation_part(tmp_path: Path) -> None:

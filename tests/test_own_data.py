@@ -87,7 +87,7 @@ def test_a_folder_for_each_class_gives_labels_in_the_order_of_names_and_channels
         picture(tmp_path / "green" / f"{i}.png", GREEN)
         picture(tmp_path / "red" / f"{i}.jpg", RED)
     config = DataConfig(name="images", path=tmp_path, devices=1)
-    s, shares = divide(config, 0)
+    s, shares = divide(config, 0, read(config))
     assert (s.classes, np.bincount(s.y).tolist()) == (("green", "red"), [10, 10])
     x = s.samples(np.arange(20))
     assert (x.shape, x.dtype) == ((20, 3, 4, 6), np.float32)  # height before width

@@ -36,7 +36,7 @@ def test_the_data_of_a_full_reproduction_can_be_divided_over_its_devices(name: s
     for seed in r.seeds:
         for config in {cell.task: cell.config for cell in cells(r, (seed,))}.values():
             try:
-                shares = divide(config.data, seed)[1]
+                shares = divide(config.data, seed, read(config.data))[1]
             except DataError as error:
                 missing.add(str(error))
                 continue

@@ -49,7 +49,7 @@ REVISIONS = {"mlp-mnist04": 2, "cnn-femnist-pretrained": 2}
 """Raised when the weights of a bundle change; 1 of all others. 2: each processor trains the same weights."""
 CODE = (
     "edge_bench.pretrain",
-    "edge_bench.data",
+    "edge_bench.data.sources",
     "edge_bench.models",
     "edge_export",
     "edge_client.bundle",

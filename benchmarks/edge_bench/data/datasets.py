@@ -65,14 +65,6 @@ def read(config: DataConfig, shape: Shape = None) -> Samples | DeviceFiles:
     return replace(_chosen(s, kept, number[y[kept]]), classes=names)
 
 
-def undivided(config: DataConfig) -> Samples:
-    """`read` for a data set that is not divided yet. Raises DataError for one with a file for each device."""
-    found = read(config)
-    if isinstance(found, DeviceFiles):
-        raise DataError(f"{config.called} is divided over devices already")
-    return found
-
-
 def _chosen(s: Samples, rows: NDArray[np.int64], y: NDArray[Any] | None = None) -> Samples:
     """Only these rows; `y` replaces their labels."""
     return replace(
@@ -92,19 +84,12 @@ def _classes(config: DataConfig, s: Samples) -> NDArray[np.int64]:
     return s.y.astype(np.int64)
 
 
-def divide(config: DataConfig, seed: int, found: Samples | None = None) -> tuple[Samples, dict[str, Share]]:
-    """The samples that are used, and by device which of them it holds; `found` is what `read` gave.
+def divide(config: DataConfig, seed: int, s: Samples) -> tuple[Samples, dict[str, Share]]:
+    """Of all samples `s` those that are used, and by device which of them it holds.
 
     Raises DataError or ConfigError.
     """
-    natural, dependent = config.split == "natural", source(config.name).dependent
-    if dependent and (not natural or config.samples is not None or config.labels is not None):
-        raise ConfigError(
-            f"{dependent} is divided by {source(config.name).maker}; leave out `samples`, `labels`, and `split` or set "
-            'it to "natural"'
-        )
-    s = undivided(config) if found is None else found
-    if natural and s.owner is not None:
+    if config.split == "natural" and s.owner is not None:
         if config.samples is not None or config.labels is not None:
             raise ConfigError(
                 f'`samples` and `labels` do not go with devices by maker; set split = "iid" for {config.called}'

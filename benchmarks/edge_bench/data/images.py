@@ -102,8 +102,8 @@ def read_folder(path: Path, wanted: Form) -> Samples:
 
     Folders above of the names of splits, `train/CLASS/x.png` and `test/CLASS/x.png`, are no devices: what is in those
     that begin with "test" are test samples. Classes are numbered in the order of their names. The files are opened when
-    a device needs its samples. Raises DataError for a folder without such images, with both depths, or with devices beside
-    splits.
+    a device needs its samples. Raises DataError for a folder without such images, with both depths, or with folders of
+    devices beside those of splits.
     """
     if not path.is_dir():
         raise DataError(f"there is no folder {path}; `images` reads a folder with one folder of images for each class")

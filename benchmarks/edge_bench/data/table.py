@@ -27,16 +27,15 @@ Shape: TypeAlias = "tuple[int, ...] | None"
 class Source:
     """A data set by name: `read(config, shape)` for a model whose input has `shape`, and the keys of `[data]` it uses.
 
-    `maker` names the devices of a natural split. `dependent` is the data set's name in messages if only the natural
-    split is allowed, because neighbouring samples of one maker belong together; else it is empty. `pooled`: published
-    test samples are dealt out like the others, except with `per_class`. `normalised`: the samples are normalised
-    already, so a bundle's normalisation does not apply.
+    `maker` names the devices of a natural split. `dependent`: only the natural split is allowed, because neighbouring
+    samples of one maker belong together. `pooled`: published test samples are dealt out like the others, except with
+    `per_class`. `normalised`: the samples are normalised already, so a bundle's normalisation does not apply.
     """
 
     read: Callable[[DataConfig, Shape], Samples | DeviceFiles]
     keys: frozenset[str] = frozenset({"path"})
     maker: str = "device"
-    dependent: str = ""
+    dependent: bool = False
     pooled: bool = False
     normalised: bool = False
 
@@ -129,12 +128,15 @@ class DataConfig(BaseModel):
     @model_validator(mode="after")
     def _nothing_unused(self) -> DataConfig:
         """Refuse a key that would change nothing."""
-        used = source(self.name).keys
+        own = source(self.name)
         owned = {key for s in SOURCES.values() for key in s.keys}
         faults = []
-        for key in sorted(self.model_fields_set & owned - used):
+        for key in sorted(self.model_fields_set & owned - own.keys):
             users = [name for name, s in SOURCES.items() if key in s.keys]
             faults.append((key, f"the data set {self.name!r} does not use it; it is for {', '.join(users)}"))
+        for key in ("split", "samples", "labels"):
+            if own.dependent and getattr(self, key) not in (None, "natural"):
+                faults.append((key, f"{self.name!r} is divided by {own.maker} and used whole; leave it out"))
         for key, (other, wanted) in _GOES_WITH.items():
             value = getattr(self, other)
             if key in self.model_fields_set and (value is None if wanted is None else value != wanted):
@@ -210,13 +212,13 @@ def _installed(config: DataConfig, shape: Shape) -> Samples | DeviceFiles:
 _PICTURES = frozenset({"path", "standardise", "size", "colour", "mean", "deviation"})
 SOURCES: Mapping[str, Source] = {
     "har": Source(
-        lambda c, _: sources.read_har(find(c.name, c.path)), frozenset({"path", "inside"}), "person", "UCI HAR",
-        normalised=True,
+        lambda c, _: sources.read_har(find(c.name, c.path)), frozenset({"path", "inside"}), "person",
+        dependent=True, normalised=True,
     ),
     "femnist": Source(lambda c, _: sources.read_femnist(find(c.name, c.path)), maker="writer"),
     "shakespeare": Source(
         lambda c, _: sources.read_shakespeare(find(c.name, c.path), c.characters),
-        frozenset({"path", "characters"}), "role", "Shakespeare",
+        frozenset({"path", "characters"}), "role", dependent=True,
     ),
     "digits": Source(lambda c, _: sources.read_digits(), frozenset()),
     **dict.fromkeys(("mnist", "fashion-mnist"), Source(lambda c, _: sources.read_mnist(find(c.name, c.path)))),
