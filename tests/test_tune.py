@@ -322,6 +322,18 @@ def test_the_best_trial_is_within_the_bytes_and_of_equal_ones_the_cheapest() -> 
         best([Trial(0, {}, "failed", None, None, 1, "diverged")])
 
 
+def test_a_method_without_a_trial_within_the_bytes_is_named_and_the_others_are_written(
+    file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "best.toml"
+    with pytest.raises(ConfigError, match=r"^fedavg: no trial stays within 10\.0 kB; the fewest bytes were "):
+        tune(file, trials=1, out=out, most_bytes="10kB")
+    assert list(toml.loads(out.read_text())["methods"]) == ["standalone"]
+    with pytest.raises(ConfigError, match=r"^fedavg: no trial"):
+        tune(file, method="fedavg", trials=1, out=tmp_path / "none.toml", most_bytes="10kB")
+    assert not (tmp_path / "none.toml").exists()
+
+
 def test_paths_in_the_written_file_are_those_of_the_tuned_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     (tmp_path / "in").mkdir()

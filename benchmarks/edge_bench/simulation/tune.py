@@ -20,7 +20,14 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from edge_bench import own_model, provenance, toml_text
 from edge_bench.bundles import NAMES, is_named
-from edge_bench.command_line import check_writable, name_from, plain_console, saying_when_stopped, write_json
+from edge_bench.command_line import (
+    check_writable,
+    name_from,
+    plain_console,
+    saying_when_stopped,
+    write_json,
+    write_text,
+)
 from edge_bench.curves import amount, mean, shown
 from edge_bench.progress import PAUSE, Steps
 from edge_bench.simulation.file import prepare, read_simulation
@@ -136,19 +143,26 @@ def tune(
     with alone(database), Steps(console, steps_due, PAUSE) as steps, saying_when_stopped(console, stopped):
         for label in plan.config.methods:
             results[label] = _searched(label, plan, storage, steps)
-    found = {label: best(done, bound) for label, done in results.items()}
-    out.write_text(f"# Written by: {origin['command']}\n{tuned_toml(content, plan, found, out, config)}", "utf-8")
-    label = max(found, key=lambda k: found[k].score or 0.0)
-    federation.write_text(
-        federation_toml(name_from(out.name.partition(".")[0], "tuned"), plan, label, found[label]), "utf-8"
-    )
+    found, without = dict[str, Trial](), list[str]()
+    for label, done in results.items():
+        try:
+            found[label] = best(done, bound)
+        except ConfigError as error:
+            without.append(f"{label}: {error}")
+    if not found:
+        raise ConfigError("\n".join(without))
+    write_text(out, f"# Written by: {origin['command']}\n{tuned_toml(content, plan, found, out, config)}")
+    label, name = max(found, key=lambda k: found[k].score or 0.0), name_from(out.name.partition(".")[0], "tuned")
+    write_text(federation, federation_toml(name, plan, label, found[label]))
     console.print("", *_lines(results, found), sep="\n")
     simulate, create = shlex.join(["simulate", str(out)]), shlex.join(["federation", "create", str(federation)])
     console.print(f"\nwrote {out}; its test score: maskfleet {simulate}")
     console.print(f"wrote {federation}, with {label}: maskfleet {create}")
-    methods = {k: {"best": asdict(found[k]), "trials": [asdict(t) for t in done]} for k, done in results.items()}
+    methods = {k: {"best": asdict(t), "trials": [asdict(trial) for trial in results[k]]} for k, t in found.items()}
     settings = plan.config.model_dump(mode="json", exclude={"processes"})
     write_json(json_file, {**origin, "settings": settings, "most_bytes": bound, "methods": methods})
+    if without:
+        raise ConfigError("\n".join(without))
 
 
 def _outputs(config: Path, out: Path | None, json_file: Path | None) -> tuple[Path, Path, Path]:
@@ -196,8 +210,8 @@ def _searched(label: str, plan: Plan, storage: optuna.storages.BaseStorage, step
 def _lines(results: Mapping[str, Sequence[Trial]], found: Mapping[str, Trial]) -> list[str]:
     """For each method: what it scored as configured and with the best settings, and which these are."""
     lines = ["score on the validation part, payload bytes of a device in all"]
-    for label, done in results.items():
-        first, chosen = done[0], found[label]
+    for label, chosen in found.items():
+        done, first = results[label], results[label][0]
         counts = ", ".join(f"{sum(t.state == s for t in done)} {s}" for s in ("ended", "given up", "failed"))
         before = first.state if first.score is None else f"{first.score:.3f} at {amount(first.bytes or 0)}"
         lines += [
