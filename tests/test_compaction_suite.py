@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from edge_bench.compaction import page, random_graphs  # noqa: E402
 from edge_bench.compaction.masks import masked  # noqa: E402
-from edge_bench.compaction.options import cuts  # noqa: E402
+from edge_bench.compaction.options import chosen, cuts  # noqa: E402
 from edge_bench.compaction.oracle import bound  # noqa: E402
 from edge_bench.compaction.suite import Result, compacted, export, prepare  # noqa: E402
 from edge_bench.compaction.zoo import ZOO, Case  # noqa: E402
@@ -275,3 +275,12 @@ def test_a_result_is_exact_within_the_dense_graphs_own_rounding_and_at_the_bound
     assert not Result("m", "act", 0.5).exact
     assert Result("m", "act", 0.5, macs_compact=105, macs_bound=100).reached
     assert not Result("m", "act", 0.5, macs_compact=106, macs_bound=100).reached
+
+
+def test_graphs_are_named_one_at_a_time_since_names_hold_commas() -> None:
+    assert [case.name for case in chosen(["U-Net, upsampled", "relu"], None)] == ["U-Net, upsampled", "relu"]
+    assert chosen(None, "chains")[0].name == "relu"
+    assert len(chosen(None, None)) == len(ZOO)
+    for names, family in ((["U-Net"], None), (None, "chain")):
+        with pytest.raises(ConfigError, match=r"there (are|is) no"):
+            chosen(names, family)

@@ -1,7 +1,7 @@
 """The compaction benchmark: ``python -m edge_bench.compaction --json FILE`` (needs torch).
 
     python -m edge_bench.compaction --json benchmarks/results/compaction/suite.json
-    python -m edge_bench.compaction --json FILE --models VGG16,ViT-tiny --masks weight --kept 0.5 --runs 100
+    python -m edge_bench.compaction --json FILE --model VGG16 --model ViT-tiny --masks weight --kept 0.5 --runs 100
 
 For every graph, mask and share: multiply-adds dense, compact and bound (`edge_bench.compaction.oracle`), the error
 against the masked module in float64, seconds, and with ``--runs`` the latency of dense, compact and aligned models,

@@ -13,7 +13,7 @@ from edge_bench.compaction.zoo import FAMILIES, ZOO, Case
 from edge_client.errors import ConfigError
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the rows here.")]
-Models = Annotated[str | None, typer.Option(help="Only these graphs, by comma, or by semicolon.")]
+Models = Annotated[list[str] | None, typer.Option("--model", help="Only this graph; may be given again.")]
 Family = Annotated[str | None, typer.Option(help=f"Only this family: {', '.join(FAMILIES)}.")]
 Masks = Annotated[str, typer.Option(help="Kinds of mask, by comma.")]
 Kept = Annotated[str, typer.Option(help="Shares of channels that stay, by comma.")]
@@ -21,17 +21,13 @@ Runs = Annotated[int, typer.Option(min=0, help="Timed calls of each model; 0: no
 Bundles = Annotated[Path | None, typer.Option(help="Keep exported graphs here. [default: a scratch folder]")]
 
 
-def chosen(names: str | None, family: str | None) -> list[Case]:
-    """The cases of a family, or of a list of names. Raises ConfigError."""
-    if family is not None and names is None:
-        if family not in FAMILIES:
-            raise ConfigError(f"there is no family {family!r}; the suite has {', '.join(FAMILIES)}")
-        return list(FAMILIES[family])
-    wanted = [n.strip() for n in names.split(";" if ";" in names else ",")] if names else list(ZOO)
-    unknown = sorted(set(wanted) - ZOO.keys())
-    if unknown:
+def chosen(names: list[str] | None, family: str | None) -> list[Case]:
+    """The named cases, else those of the family, else all. Raises ConfigError."""
+    if family is not None and family not in FAMILIES:
+        raise ConfigError(f"there is no family {family!r}; the suite has {', '.join(FAMILIES)}")
+    if unknown := sorted(set(names or ()) - ZOO.keys()):
         raise ConfigError(f"there are no graphs {unknown}; the suite has {', '.join(ZOO)}")
-    return [ZOO[n] for n in wanted]
+    return [ZOO[name] for name in names] if names else list(FAMILIES[family] if family else ZOO.values())
 
 
 def cuts(masks: str, kept: str) -> list[tuple[MaskKind, float]]:

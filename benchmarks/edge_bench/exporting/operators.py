@@ -70,19 +70,18 @@ def row(module: nn.Module, example: torch.Tensor) -> dict[str, Any]:
 
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="Write the figures here.")],
-    only: Annotated[str | None, typer.Option(help="Only these cases and models, separated by semicolons.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this case or model; may be given again.")] = None,
 ) -> None:
     """Export everything, print a line each, write the JSON."""
     check_writable(json_file)
-    chosen = None if only is None else {name.strip() for name in only.split(";")}  # names hold commas
-    if chosen is not None and (unknown := sorted(chosen - MODELS.keys() - CASES.keys())):
+    if unknown := sorted(set(only or ()) - MODELS.keys() - CASES.keys()):
         raise ConfigError(f"--only names {unknown}, which are neither models nor cases; leave it out to run them all")
     torch.set_num_threads(1)
     origin = provenance.origin()
     found: dict[str, dict[str, Any]] = {"models": {}, "cases": {}}
     for kind, cases in {"models": MODELS, "cases": CASES}.items():
         for name, case in cases.items():
-            if chosen is None or name in chosen:
+            if not only or name in only:
                 torch.manual_seed(0)
                 found[kind][name] = row(case.make(), case.example())
                 print(name, found[kind][name], flush=True)
