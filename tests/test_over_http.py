@@ -44,7 +44,7 @@ def test_the_command_writes_the_outcome_of_both_sides(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    over_http.main(config, only="ours", rounds=2, bundle=None, json_file=out)
+    over_http.main(config, method="ours", rounds=2, bundle=None, json_file=out)
     written = json.loads(out.read_text())
     assert written["settings"]["rounds"] == 2
     assert set(written["methods"]) == {"ours"}
@@ -69,14 +69,14 @@ def test_a_difference_is_named_and_ends_the_command_with_code_1(
     monkeypatch.setattr(over_http, "fleet", lambda *given: nullcontext())
     monkeypatch.setattr(over_http, "compare", lambda *given: record)
     with pytest.raises(Exit) as ended:
-        over_http.main(config, only="fedpm", rounds=1, bundle=None, json_file=None)
+        over_http.main(config, method="fedpm", rounds=1, bundle=None, json_file=None)
     assert ended.value.exit_code == 1
     assert "DIFFERENT: state, models\n" in capsys.readouterr().out
 
 
-def test_a_method_that_the_file_lacks_is_refused_before_anything_runs(config: Path) -> None:
-    with pytest.raises(ConfigError, match="has no method 'deltamask'; known are"):
-        over_http.main(config, only="deltamask", rounds=None, bundle=None, json_file=None)
+def test_a_method_that_is_not_there_is_refused_before_anything_runs(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no method 'our'; known are .*did you mean 'ours'"):
+        over_http.main(config, method="our", rounds=None, bundle=None, json_file=None)
 
 
 def test_outcomes_differ_in_what_is_not_equal_and_payload_bytes_count_what_is_sent_once() -> None:
@@ -117,5 +117,5 @@ lr = 0.1
 def test_both_sides_have_the_guard_and_the_choice_of_model_that_the_file_names(tmp_path: Path) -> None:
     """A federation's own defaults would limit the large device's update here, and keep models by their scores."""
     (tmp_path / "run.toml").write_text(UNEVEN)
-    over_http.main(tmp_path / "run.toml", only=None, rounds=None, bundle=None, json_file=tmp_path / "out.json")
+    over_http.main(tmp_path / "run.toml", method=None, rounds=None, bundle=None, json_file=tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text())["methods"]["fedavg"]["differences"] == []

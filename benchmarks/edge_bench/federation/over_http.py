@@ -1,6 +1,6 @@
 """Runs a simulation's federations again over HTTP, one client process a device, and compares both bit for bit.
 
-    python -m edge_bench.federation.over_http benchmarks/configs/masks_mnist.toml --only coupled --json result.json
+    python -m edge_bench.federation.over_http benchmarks/configs/masks_mnist.toml --method coupled --json result.json
 
 Each method of the simulation runs in one process (`simulate`) and as a coordinator with its devices on loopback
 (`fleet`), with the same seed, data and cohorts. Compared are the server's state, every device's `personal.onnx`, every
@@ -127,7 +127,7 @@ def _said(label: str, record: Mapping[str, Any]) -> str:
 
 def main(
     config: Annotated[Path, typer.Argument(help="A simulation's TOML file.")],
-    only: Annotated[str | None, typer.Option(help="Only these methods, by label, comma-separated.")] = None,
+    method: Annotated[str | None, typer.Option(help="Only these methods, comma-separated.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Instead of the file's `rounds`.")] = None,
     bundle: Annotated[str | None, typer.Option(help="Instead of the file's `bundle`.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
@@ -135,7 +135,7 @@ def main(
     """Run a simulation's methods in one process and over HTTP, and compare every byte they came to."""
     check_writable(json_file)
     origin = provenance.origin()
-    checked, found, devices = open_simulation(config, only, rounds=rounds, bundle=bundle)
+    checked, found, devices = open_simulation(config, method, rounds=rounds, bundle=bundle)
     results = run_all(checked, found, devices)
     records = {}
     with (

@@ -95,12 +95,9 @@ def simulate(
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Instead of the file's `rounds`.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the file's `seed`.")] = None,
-    only: Annotated[
-        str | None, typer.Option(help="Only these of the file's methods, by label, comma-separated.")
-    ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="These methods, comma-separated, at their defaults where the file has no table for them."),
+        typer.Option(help="Only these methods, comma-separated: labels of the file, others at their defaults."),
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one a core]")] = None,
     bundle: Annotated[
@@ -124,9 +121,9 @@ def simulate(
     check_writable(json_file, source=config)
     check_plot(plot, json_file)
     if labels:  # nothing is trained, so the file needs no methods
-        only, method = None, advice.ALONE
+        method = advice.ALONE
     checked, opened, devices = open_simulation(
-        config, only, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
+        config, method, rounds=rounds, seed=seed, processes=processes, bundle=bundle
     )
     console = plain_console()
     origin = {} if json_file is None else provenance.origin()  # before anything runs: it has the load of others

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_bench.bundles import NAMES, UNSEEN, is_named, open_named
-from edge_bench.command_line import known_names, names_of
+from edge_bench.command_line import known_names
 from edge_bench.data import datasets
 from edge_bench.data.datasets import Divided
 from edge_bench.data.table import DataConfig
@@ -20,7 +20,7 @@ from edge_client.authored import is_place
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
 from edge_client.errors import ConfigError, first_fault
-from edge_client.methods import Method, make_method
+from edge_client.methods import Method, installed_methods, make_method
 from edge_client.named_bundles import bundle_folder, packaged
 from edge_client.protocol.messages import FederationConfig, Guard, Personalise
 
@@ -119,13 +119,11 @@ def _checked(model: type[_M], table: Any, called: str) -> _M:
         raise ConfigError(f"{called} setting {first_fault(error, 'table', model.model_fields)}") from None
 
 
-def read_simulation(
-    file: Path, only: str | None = None, methods: str | None = None, **changes: Any
-) -> SimulationConfig:
+def read_simulation(file: Path, methods: str | None = None, **changes: Any) -> SimulationConfig:
     """A simulation's TOML file with the `changes` that are not None.
 
-    `only` names methods by label, comma-separated, and so does `methods`, at their defaults where the file has no
-    table for them. Raises ConfigError.
+    `methods` names those that run, comma-separated: labels of the file, and installed methods, which run at their
+    defaults. Raises ConfigError.
     """
     content = toml.read(file) | {k: v for k, v in changes.items() if v is not None}
     if (given := changes.get("bundle")) is not None:  # an option's path is relative to where the command runs
@@ -133,10 +131,10 @@ def read_simulation(
         content |= {} if is_place(given) else {"export": {}}
     tables = content.get("methods", {})
     if methods is not None and isinstance(tables, dict):
-        content["methods"] = {label: tables.get(label, {}) for label in names_of(methods, "--method")}
+        there = [*tables, *(name for name in installed_methods() if name not in tables)]
+        wanted = known_names(methods, "--method", there, "there is no method")
+        content["methods"] = {label: tables.get(label, {}) for label in wanted}
     config = read_config(content, file.parent)
-    wanted = known_names(only, "--only", config.methods, f"{file} has no method")
-    config = config.model_copy(update={"methods": {label: config.methods[label] for label in wanted}})
     for label in config.methods:  # a wrong name fails before data are read
         config.method(label)
     return config
@@ -169,9 +167,9 @@ def prepare(config: SimulationConfig) -> tuple[Bundle, Divided]:
 
 
 def open_simulation(
-    file: Path, only: str | None = None, methods: str | None = None, **changes: Any
+    file: Path, methods: str | None = None, **changes: Any
 ) -> tuple[SimulationConfig, Bundle, dict[str, DeviceData]]:
     """As `read_simulation`, with the bundle and every device's data. Raises ConfigError, BundleError or DataError."""
-    config = read_simulation(file, only, methods, **changes)
+    config = read_simulation(file, methods, **changes)
     bundle, data = prepare(config)
     return config, bundle, data.devices

@@ -108,7 +108,8 @@ def _whence(plan: Plan) -> str:
 def tune(
     config: Annotated[Path, typer.Argument(help="A simulation's TOML file.")],
     method: Annotated[
-        str | None, typer.Option(help="Only these methods, comma-separated. [default: the file's]")
+        str | None,
+        typer.Option(help="Only these methods, comma-separated: labels of the file, others from their defaults."),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, max=10_000, help="Trials of each method.")] = 20,
     out: Annotated[
