@@ -159,7 +159,10 @@ def tune(
     simulate, create = shlex.join(["simulate", str(out)]), shlex.join(["federation", "create", str(federation)])
     console.print(f"\nwrote {out}; its test score: maskfleet {simulate}")
     console.print(f"wrote {federation}, with {label}: maskfleet {create}")
-    methods = {k: {"best": asdict(t), "trials": [asdict(trial) for trial in results[k]]} for k, t in found.items()}
+    methods = {
+        label: {"best": asdict(found[label]) if label in found else None, "trials": [asdict(t) for t in done]}
+        for label, done in results.items()
+    }
     settings = plan.config.model_dump(mode="json", exclude={"processes"})
     write_json(json_file, {**origin, "settings": settings, "most_bytes": bound, "methods": methods})
     if without:
