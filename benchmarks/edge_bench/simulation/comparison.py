@@ -41,7 +41,7 @@ def run_all(
     and ends the rest, if another one has ended.
     """
     methods = {label: config.method(label) for label in config.methods}
-    trainer = open_trainer(config.backend, bundle, config.threads)
+    trainer = open_trainer(config.backend, bundle)
     course = Course(bundle.model(), config.seed, config.rounds, config.cohort)
     warn([f"{label}: {said}" for label, method in methods.items() if (said := _caution(method, course))])
     address = bundle.sha256
@@ -52,7 +52,7 @@ def run_all(
         try:
             results[label] = run(
                 federation, method, bundle, trainer, devices, often, config.final_epochs, shown,
-                processes=config.processes if config.threads == 1 else 1, models=models,
+                processes=config.processes, models=models,
             )  # fmt: skip
         except KeyboardInterrupt:
             if failed is None or not results:

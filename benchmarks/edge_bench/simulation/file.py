@@ -39,8 +39,6 @@ class SimulationConfig(BaseModel):
     cohort: Annotated[int, Field(ge=1, le=1_000_000)]
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     backend: str = "onnxruntime"
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Threads of a training session; with more than 1, devices train one after another."""
     processes: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Processes that train devices at the same time; the results do not depend on it. None: as many as there are cores,
     once a method's remaining work is worth their start."""
