@@ -19,9 +19,6 @@ def simulated(result: Simulated, model: Model) -> Record:
         after, best = max(trained, key=lambda pair: pair[0])
         before = mean(best.score_before)
         record["best_round"] = {"round": best.round, "score_before": before, "score_after": after}
-    everyone = [(row.everyone.mean, row.record.round) for row in result.rows if row.everyone is not None]
-    if everyone:
-        record["best_round_of_all_devices"] = dict(zip(("score_mean", "round"), max(everyone), strict=True))
     paper = result.method.paper_bytes(model)
     if paper is not None:
         record["bytes_as_the_paper_counts"] = {"up": paper[0], "down": paper[1]}

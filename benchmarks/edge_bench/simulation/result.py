@@ -63,13 +63,6 @@ class BestRound(_Table):
     score_after: float
 
 
-class BestOfAll(_Table):
-    """The round after which all devices' personal models scored best."""
-
-    round: int
-    score_mean: float
-
-
 class MethodResult(_Table):
     """How one method ended. Scores are of every device's personal model; the mean is weighted by test samples."""
 
@@ -105,7 +98,6 @@ class MethodResult(_Table):
     """Updates that the guard clipped or left out; `rounds` have the reasons."""
     curve: list[Point]
     best_round: BestRound | None = None
-    best_round_of_all_devices: BestOfAll | None = None
     bytes_as_the_paper_counts: dict[str, float] | None = None
     kept_share: float
     """Mean over devices of the share of parameters that the personal model keeps."""
