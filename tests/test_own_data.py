@@ -51,6 +51,7 @@ def manifest(shape: tuple[int, ...], classes: int) -> Manifest:
         ({"name": "har", "standardise": True}, "standardise = true: .*it is for npz, images, hf, python"),
         ({"name": "npz", "path": "x", "size": 8}, "size = 8: .*it is for images, hf"),
         ({"name": "images", "path": "x", "factory": "a.py:b"}, "factory = 'a.py:b': .*it is for python"),
+        ({"name": "har", "labels": [1, 2]}, r"labels = \[1, 2\]: 'har' is divided by person and used whole; leave"),
         ({"name": "digits", "alhpa": 1}, r"alhpa = 1: there is no such setting; did you mean 'alpha'\?"),
         ({"name": "images", "path": "x", "size": 0}, r"size = 0: give a side of 1 to 4096 pixels, or \[h"),
         ({"name": "images", "path": "x", "mean": 0.5}, "mean = 0.5: give a list, in brackets"),

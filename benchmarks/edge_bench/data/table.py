@@ -189,6 +189,8 @@ _GOES_WITH: Mapping[str, tuple[str, str | None]] = {
 
 def _plain(value: Any) -> Any:
     """A setting as it was written."""
+    if isinstance(value, tuple):
+        return list(value)
     return str(value) if isinstance(value, Path) else value
 
 
