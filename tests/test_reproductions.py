@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from edge_bench.data.datasets import divide
+from edge_bench.data import datasets
 from edge_bench.reproductions import results_page
 from edge_bench.reproductions.reproduction import cells, names, read
 
@@ -36,7 +36,7 @@ def test_the_data_of_a_full_reproduction_can_be_divided_over_its_devices(name: s
     for seed in r.seeds:
         for config in {cell.task: cell.config for cell in cells(r, (seed,))}.values():
             try:
-                shares = divide(config.data, seed, read(config.data))[1]
+                shares = datasets.divide(config.data, seed, datasets.read(config.data))[1]
             except DataError as error:
                 missing.add(str(error))
                 continue
