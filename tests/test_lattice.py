@@ -471,6 +471,15 @@ def test_the_step_of_a_tensor_that_moves_alone_is_a_fiftieth_of_the_others_at_th
     assert found[0] == pytest.approx(70 * (2 / 10_302) ** 0.5)
 
 
+def test_moves_are_computed_in_float64_whatever_the_version_of_numpy() -> None:
+    """u is next to 1: only a change above 0 makes the sum 1. In float32 u itself is 1."""
+    part = trainable(M)
+    change = np.resize(np.float32([-2e-9, -1e-11, 0.0, 1e-9]), D)
+    due = np.resize([0, 0, 0, 1], D)
+    found = grid_module.moves(part, change, np.ones(4), np.full(D, 0xFFFFFFFF, np.uint32), 9)
+    assert found.tolist() == due.tolist()
+
+
 def test_the_dither_of_a_full_cohort_is_stratified_and_its_ends_are_known_from_one_draw() -> None:
     course = Course(model(M), 3, 5, 7)
     all_ = np.stack([dither(Assignment(course, 2, "x", place), 1000) for place in range(7)])

@@ -93,6 +93,18 @@ def test_numbers_whose_low_bits_travel_as_they_are_are_read_by_both_readers(
         assert lattice_reader.values(data, shapes, *plain) == values.tolist()
 
 
+def test_the_size_of_minus_two_to_the_31_is_two_to_the_31() -> None:
+    """int32 has no such number, and |N| counts in the factors of rows and columns."""
+    values, held = np.tile([1, 0, -2], 20).astype(np.int32), np.zeros(60, np.int32)
+    held[7] = -(2**31)
+    known = lattice.up(drawn(60), spans_of((6, 10)), held)
+    data = lattice.encode(values, known)
+    dither = drawn(60).tolist()
+    assert lattice_reader.values(data, [(6, 10)], dither, [2**32 - 1 - u for u in dither], held.tolist()) == (
+        values.tolist()
+    )
+
+
 def test_a_million_large_numbers_are_coded_near_their_entropy() -> None:
     """In lists alone they take more steps than a reader allows."""
     values = np.rint(np.random.default_rng(3).laplace(size=1_000_000) * 240).astype(np.int32)

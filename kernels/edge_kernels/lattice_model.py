@@ -217,9 +217,8 @@ class _Tensor:
             rows = 1
         sums = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
         if held is not None and columns > 1:
-            moved = np.abs(held[where]).reshape(rows, columns)
-            most = int(moved.max(initial=0)) if int(moved.min(initial=0)) >= 0 else 1 << 31  # |-2**31| has no int32
-            sums = _sum(moved, 1, most), _sum(moved, 0, most)
+            moved = np.abs(held[where]).view(np.uint32).reshape(rows, columns)  # |-2**31| has no int32
+            sums = _sum(moved, 1, int(moved.max(initial=0))), _sum(moved, 0, int(moved.max(initial=0)))
         row, column = (_corrected(np.zeros(len(x), np.int64), x, x.sum() / max(len(x), 1), 2.0) for x in sums)
         row_weight, column_weight = (_within(x.astype(np.float64), 2.0, 8.0) for x in sums)
         return _Tensor(where, row, column, row_weight, column_weight)

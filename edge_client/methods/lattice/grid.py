@@ -130,7 +130,7 @@ def moves(part: Blocks, change: F32, factors: NDArray[np.float64], dither: U32, 
     """``floor(change * factor + dither)`` within +-`most`, a factor for each tensor; `dither` in units of 2**-32."""
     out = np.empty(part.size, np.int32)
     for s, factor in _blocks(part, factors):
-        exact = change[s] * factor
+        exact = np.multiply(change[s], factor, dtype=np.float64)  # numpy 1 would multiply float32 in float32
         exact += dither[s] * 2.0**-32
         np.floor(exact, out=exact)
         out[s] = np.minimum(np.maximum(exact, -most), most)
