@@ -114,6 +114,7 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
     for _ in range(3):
         fleet.play(*"abc")
     assert settled(fleet.state, 2)
+    assert not settled(replace(fleet.state, level=MIDDLE - 1), 1)  # the guard made moves finer
     fleet.state = replace(fleet.state, level=MIDDLE + 1)
     assert not settled(fleet.state, 1)
     fleet.play(*"abc")
