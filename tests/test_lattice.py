@@ -307,6 +307,8 @@ def test_near_the_end_of_32_bits_n_changes_by_whole_cells_or_not_at_all(sign: in
     inward, residual, _ = method_module.applied(state, np.full(D, -10.0 * sign), 0.0)
     assert set(inward.tolist()) == {near - sign * 10 * 2**MIDDLE}
     assert not residual.any()
+    coarse, *_ = method_module.applied(replace(state, coarser=2), np.full(D, 10.0 * sign), 0.0)
+    assert set(coarse.tolist()) == {sign * 2**30}
 
 
 def test_a_model_with_more_parameters_than_the_coder_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

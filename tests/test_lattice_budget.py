@@ -169,6 +169,15 @@ def test_beyond_the_budget_moves_rise_where_devices_are_near_and_cells_become_co
     assert levels(40, level=-1, coarser=3) == levels(3, level=-1, coarser=3) == (-1, 3)  # coarse cells stay
 
 
+def test_what_is_left_of_the_budget_counts_as_one_round_s_bytes_at_least() -> None:
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0, average=0.0), THREE, rounds=30)
+    fleet.play(*"abc")
+    fleet.play(*"abc")
+    state, total = replace(fleet.state, spent=1e9), Total(np.zeros(D), Mean(0), sizes=[1])
+    risen = [fleet.method.levelled(fleet.course, r, state, total).level - MIDDLE for r in (25, 27, 28, 29)]
+    assert risen == [3, 2, 2, 0]  # for 6, 4 and 3 rounds, the last delivery among them
+
+
 def test_nothing_rises_from_the_first_round_of_the_mean_on_and_the_guard_ends_at_level_0() -> None:
     fleet = LatticeFleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0, average=0.5), THREE, rounds=12)
     fleet.play(*"abc")

@@ -16,7 +16,7 @@ from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods.lattice import batch_norm, grid
 from edge_client.methods.lattice.coordinates import closeness, on_grid, weights
-from edge_client.methods.lattice.grid import HIGHEST, MIDDLE, Counts, sizes, spans
+from edge_client.methods.lattice.grid import HIGHEST, MIDDLE, Counts, magnitudes, spans
 from edge_client.methods.lattice.settings import Settings
 from edge_client.methods.lattice.values import Kept, Received, Record, State, cut
 from edge_client.methods.lattice.wire import DownHead, down_head, read_counts, stale
@@ -40,10 +40,12 @@ def known(settings: Settings, net: Network, base: int, round_: int, low: int, he
 
     The mean after the last round also differs where N has changed in the rounds that it covers.
     """
+    tensors = spans(on_grid(net))
     if round_ - base > grid.HISTORY:
-        return lattice.whole(spans(on_grid(net)))
+        return lattice.whole(tensors)
     first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - settings.window(net.course)))
-    return lattice.down(*closeness(net, first, round_, settings.prune_after), spans(on_grid(net)), sizes(held, low))
+    fall, rise = closeness(net, first, round_, settings.prune_after)
+    return lattice.down(fall, rise, tensors, magnitudes(held, low))
 
 
 # --- server half
@@ -56,13 +58,10 @@ def written(settings: Settings, course: Course, round_: int, state: State, recor
         return Payload(units, {REPORTS: 0} if round_ > 1 else {})
     net, base = network(course, state.units), base_round(round_, record)
     base = 1 if base <= state.first else base  # N was 0 and without steps
-    past = max(0, state.round + 1 - base)  # a base after the last round that counted: the guard dropped its updates
-    if base == 1:
-        missed, low, held = 0, state.lowest, np.zeros_like(state.counts)
-    else:
-        missed, low, held = round_ - base, state.history.lowest(past), state.history.before(state.counts, past)
+    held, before, low = held_since(net, state, base)
     counts, statistics, finest = delivered(settings, course, round_, state)
     low, sent = min(low, finest), batch_norm.numbers(statistics)
+    missed = 0 if base == 1 else round_ - base
     head = DownHead(bits.checksum([counts, sent]), missed, state.level, low, state.samples)
     change = lattice.encode((counts - held) >> low, known(settings, net, base, round_, low, held))
     arrays: Arrays = {CHANGE: u8(head.pack() + change)}
@@ -71,9 +70,16 @@ def written(settings: Settings, course: Course, round_: int, state: State, recor
     if state.units is not None and base <= settings.prune_after:
         arrays[UNITS] = state.units
     if len(sent):
-        before = net.model.buffers if base == 1 else state.recent[-1 - past]
         arrays[STATISTICS] = batch_norm.change(sent, batch_norm.numbers(before))
     return Payload(arrays)
+
+
+def held_since(net: Network, state: State, base: int) -> tuple[Counts, F32, int]:
+    """N and the statistics at the start of round `base`, and the lowest level of what N changed by since then."""
+    if base == 1:
+        return np.zeros_like(state.counts), net.model.buffers, state.lowest
+    past = max(0, state.round + 1 - base)  # a base after the last round that counted: the guard dropped its updates
+    return state.history.before(state.counts, past), state.recent[-1 - past], state.history.lowest(past)
 
 
 def delivered(settings: Settings, course: Course, round_: int, state: State) -> tuple[Counts, F32, int]:

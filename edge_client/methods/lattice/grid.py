@@ -54,8 +54,7 @@ def rms(part: Blocks, change: F32) -> F32:
 
 def steps(part: Blocks, each: F32, quantum: float, cohort: int) -> F32:
     """The step of each tensor from its rms: finer for a tensor that moves more than the average parameter."""
-    sizes = [p.stop - p.start for p in part.places]
-    square = math.fsum(n * float(r) ** 2 for n, r in zip(sizes, each, strict=True)) / max(1, sum(sizes))
+    square = math.fsum(b.size * float(r) ** 2 for b, r in zip(part.blocks, each, strict=True)) / max(1, part.size)
     average = max(math.sqrt(square), SMALLEST)
     shares = [min(1.0, max(FINEST, average / max(float(r), SMALLEST))) for r in each]
     return np.array([quantum * cohort * average * share for share in shares], np.float32)
@@ -63,7 +62,7 @@ def steps(part: Blocks, each: F32, quantum: float, cohort: int) -> F32:
 
 def spread(part: Blocks, each: F32) -> F32:
     """A value for each tensor as one for each parameter of the grid."""
-    return np.repeat(each, [p.stop - p.start for p in part.places])
+    return np.repeat(each, [b.size for b in part.blocks])
 
 
 # --- dither
@@ -121,7 +120,7 @@ def extra_levels(samples: int, mean: float) -> int:
     return max(0, math.frexp(samples / float(np.float32(mean)))[1] - 4)
 
 
-def sizes(counts: Counts, level: int) -> Counts:
+def magnitudes(counts: Counts, level: int) -> Counts:
     """|N| in whole moves of a level, as the coder takes what both sides hold."""
     return np.abs(counts) >> level
 

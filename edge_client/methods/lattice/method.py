@@ -19,7 +19,7 @@ step for each tensor, the federation's cohort K.
   momentum b ``V <- b * V + M`` and ``R += M + b * V``; b is how much M and V agree (`averaging.accelerated`). With
   ``server_momentum = 0`` the model is the weighted mean in expectation, as in FedAvg. With
   ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
-  the state. With `coarser` above 0, what N lies beside the cells moves to R first.
+  the state. With `coarser` above 0, N is rounded to the nearest cell first, and R takes the difference.
 - **Down.** How N changed since the one that the device holds (`delivery`). Statistics likewise (`batch_norm`).
 - **Budget.** `levelled` estimates what the rounds left need; beyond the budget, cells or moves become coarser.
 - **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one.
@@ -60,9 +60,9 @@ from edge_client.methods.lattice.grid import (
     History,
     dither,
     extra_levels,
+    magnitudes,
     moves,
     rms,
-    sizes,
     spans,
     spread,
     steps,
@@ -139,7 +139,7 @@ class Lattice(Settings):
     def known_up(self, net: Network, a: Assignment, held: Counts, level: int) -> Known:
         """What both sides know of the moves of a device whose N is `held`."""
         part = on_grid(net)
-        return lattice.up(dither(a, part.size), spans(part), sizes(held, level))
+        return lattice.up(dither(a, part.size), spans(part), magnitudes(held, level))
 
     def exchanged(self, model: Model) -> int:
         return trainable(model.manifest).size
@@ -181,7 +181,7 @@ class Lattice(Settings):
         sums = np.array([np.abs(update.moves[p]).sum(dtype=np.int64) for p in part.places]) * update.scale
         if update.rms is not None:
             step = self.own_steps(a, part, update.rms).astype(np.float64)
-            few = FEW * float(step @ [p.stop - p.start for p in part.places]) / max(1, part.size)
+            few = FEW * float(step @ [b.size for b in part.blocks]) / max(1, part.size)
             return Influence(max(float(step @ sums), few), update.samples, statistics)
         few = FEW * min(1.0, update.samples / state.samples) if state.samples else FEW
         return Influence(max(float(sums.sum()), few) / update.samples, update.samples, statistics)
@@ -239,15 +239,15 @@ class Lattice(Settings):
         step, moved = self.summed(course, on_grid(net), state, total)
         after, residual, velocity = applied(state, moved, self.server_momentum)
         counts, statistics = after.astype(np.int32), mean_statistics(state, total)
+        # Onto coarser cells N moves itself: then it is whole in them, and its change in what N was whole in before.
         finest = min(state.lowest, state.cell)
+        changed, whole = (finest, state.cell) if state.coarser else (state.cell, finest)
         reports = state.reports + len(total.samples)
         bad = self.guarded(net) and median_low(total.gains) > 0
         now = replace(
             state,
             counts=counts, steps=step, statistics=statistics, residual=residual, velocity=velocity,
-            # with coarser cells N moves onto them: the change may be finer than a cell, N is not
-            history=state.history.then(counts - state.counts, finest if state.coarser else state.cell),
-            lowest=state.cell if state.coarser else finest,
+            history=state.history.then(counts - state.counts, changed), lowest=whole,
             recent=np.concatenate([state.recent, statistics[None]])[-grid.HISTORY - 1 :],
             first=state.first or round_, round=round_, reports=reports,
             samples=(state.samples * state.reports + math.fsum(total.samples)) / reports,

@@ -109,7 +109,7 @@ class Received:
 class Update:
     """A device's moves int32[n], to be multiplied by `scale`; at first also its rms. `statistics` are changes.
 
-    `size` is how many bytes the moves took.
+    `size` is how many bytes moves and statistics took.
     """
 
     moves: Counts
@@ -123,8 +123,7 @@ class Update:
 
 @dataclass
 class Total:
-    """Sums over the devices of a round: moves float64[n], statistics; each device's samples, gain, rms, bytes of
-    moves."""
+    """Sums over the devices of a round: moves float64[n], statistics; each device's samples, gain, rms, size."""
 
     moves: NDArray[np.float64]
     statistics: Mean
