@@ -311,6 +311,14 @@ def test_near_the_end_of_32_bits_n_changes_by_whole_cells_or_not_at_all(sign: in
     assert set(coarse.tolist()) == {sign * 2**30}
 
 
+def test_the_mean_of_n_at_both_ends_is_in_the_middle() -> None:
+    """Its change from one to the other is 2**31, which int32 holds as -2**31."""
+    none = np.zeros(0, np.int64)
+    history = grid_module.History(none, none.astype(np.uint32), none.astype(np.int32), none)
+    change, ends = np.full(2, -(2**31), np.int32), np.array([-(2**30), 2**30], np.int32)
+    assert history.then(change, MIDDLE).mean(ends, 2).tolist() == [0, 0]
+
+
 def test_a_model_with_more_parameters_than_the_coder_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(method_module, "MOST_PARAMETERS", D)
     LatticeFleet(Lattice(), THREE)

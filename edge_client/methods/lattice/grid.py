@@ -166,7 +166,7 @@ class History:
         """The mean of the last `rounds` N, of which `counts` is the latest, as a multiple of 2^`fine(rounds)`."""
         level, back = self.fine(rounds), np.zeros(counts.size, np.int64)
         for past in range(1, rounds):
-            back += counts - self.before(counts, past)
+            back += np.subtract(counts, self.before(counts, past), dtype=np.int64)
         whole = (2 * back + (rounds << level)) // (2 * rounds << level) << level
         return (counts - whole).astype(np.int32)
 
