@@ -122,6 +122,7 @@ def test_a_rise_waits_for_the_bytes_of_the_last_one_but_not_for_a_round_without_
     fleet.play(*"abc", dropped=True)
     fleet.play(*"abc")
     assert (settled(fleet.state, 3), settled(fleet.state, 4)) == (True, False)
+    assert fleet.state.history.lowest(3) == MIDDLE + 1  # the round without updates makes no change finer
 
 
 def test_cells_are_coarse_where_devices_are_many_rounds_apart_and_the_run_is_long_enough() -> None:
