@@ -10,10 +10,10 @@ import lattice_device
 import numpy as np
 import pytest
 from lattice_device import Device, Numbers, whole
-from lattice_fleet import NORMED, LatticeFleet, pull, samples
+from lattice_fleet import LatticeFleet, pull, samples
 from numpy_mlp import grouped
 
-from edge_client.bundle import F32
+from edge_client.bundle import F32, Init, Tensor
 from edge_client.methods.lattice import grid as grid_module
 from edge_client.methods.lattice.method import Lattice
 from edge_client.methods.lattice.values import Received
@@ -21,7 +21,8 @@ from edge_client.task import Local, Task
 
 pytestmark = pytest.mark.usefixtures("no_network_is_small")
 
-M = grouped(6, 8, 5, 3).model_copy(update={"buffers": NORMED.buffers})
+MEANS = Tensor(name="mean", shape=(20,), offset=0, init=Init(kind="uniform", scale=1.0))
+M = grouped(6, 8, 5, 3).model_copy(update={"buffers": (MEANS,)})
 FOUR = {"a": samples(0), "b": samples(1), "c": samples(2), "d": samples(0, 400)}  # d's moves are a level higher
 COHORTS = ("abc", "acd", "db", "abc", "da", "abd", "ab", "ab")  # c is away for more than HISTORY rounds
 BAD = (2, 3, 4)  # rounds after which moves are finer
