@@ -260,6 +260,12 @@ def test_a_run_of_few_rounds_begins_with_finer_steps(rounds: int, due: float) ->
     assert np.array_equal(fleet.state.counts, like.state.counts)
 
 
+def test_few_rounds_of_a_small_network_begin_with_both_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "SMALL", 2 * D)
+    fleet = LatticeFleet(Lattice(lr=0.1), THREE, rounds=3)
+    assert fleet.method.first_quantum(fleet.course) == pytest.approx(5 * 0.5**2 * 0.6**2)
+
+
 def test_one_round_alone_applies_what_a_longer_run_leaves_for_the_next_rounds() -> None:
     def missing(rounds: int) -> float:
         fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE, rounds=rounds)

@@ -171,6 +171,30 @@ def test_both_sides_hold_the_same_units_and_numbers_after_any_pattern_of_missed_
                 assert np.allclose(model_.parameters, whole_weights(fleet), atol=1e-5, rtol=1e-5)
 
 
+def test_what_the_server_keeps_of_the_parameters_that_stay_is_the_same_after_the_pruning() -> None:
+    fleet = LatticeFleet(pruning(prune=None), THREE, m=M)
+    for _ in range(3):
+        fleet.play(*"abc", gain=1.0)
+    before, method = fleet.state, pruning(prune_after=3)
+    after = method.current(fleet.course, 4, before)
+    stay = live(network(fleet.course, after.units))
+    for name in ("counts", "residual", "velocity"):
+        assert getattr(before, name).any()
+        assert np.array_equal(getattr(after, name), getattr(before, name)[stay])
+    assert method.current(fleet.course, 4, replace(before, bad=1)).bad == 0
+
+
+def test_the_final_mean_is_over_rounds_of_the_smaller_network_only() -> None:
+    fleet = LatticeFleet(pruning(prune_after=3, average=1.0), THREE, rounds=5, m=M)
+    after = []
+    for _ in range(5):
+        fleet.play(*"abc")
+        after.append(fleet.state.counts.astype(np.float64))
+    mean = (after[3] + after[4]) / 2  # whole in quarters of a cell
+    assert np.array_equal(fleet.receive("a").counts, mean)
+    assert not np.array_equal(after[3], after[4])
+
+
 def test_a_pruning_that_would_remove_no_unit_is_refused() -> None:
     everything = pruning(prune_keep={g.name: 1.0 for g in M.groups})
     with pytest.raises(ConfigError, match="removes no unit"):
