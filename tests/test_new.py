@@ -33,7 +33,6 @@ def test_every_project_simulates_at_once_on_drawn_weights_that_its_own_export_ha
     template: command.Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
-    pytest.importorskip("onnxscript")
     monkeypatch.setenv("MASKFLEET_BUNDLES", str(tmp_path / "cache"))
     new(tmp_path / "mine", template)
     assert "maskfleet simulate simulate.toml\n" in capsys.readouterr().out
@@ -166,7 +165,6 @@ def shell(tmp_path: Path) -> Path:
 def test_the_commands_of_the_page_run_as_they_are_written(shell: Path, tmp_path: Path) -> None:
     """With one round instead of twelve, a free port, and a wait for what goes on in the background."""
     pytest.importorskip("torch")
-    pytest.importorskip("onnxscript")
     pytest.importorskip("fastapi")
     if shutil.which("bash") is None:
         pytest.skip("the page's commands are for bash")

@@ -101,7 +101,7 @@ def test_a_module_is_exported_again_only_when_its_content_changes(
     assert (second != first, told) == (True, 1)
     (tmp_path / "trained.pt").write_bytes(b"weights")
     assert opened()[0] != second
-    monkeypatch.setattr("edge_bench.own_model.missing_exporter", lambda: ["torch"])  # no torch: what is there opens
+    monkeypatch.setattr("edge_bench.own_model.can_export", lambda: False)  # no torch: what is there opens
     assert opened()[1] == 0
     with pytest.raises(ConfigError, match=r"maskfleet\[author\].*--bundle digits"):
         open_module(place, ExportConfig(seed=3), data)

@@ -77,7 +77,7 @@ for name in names:
         except BaseException:
             sys.excepthook(*sys.exc_info())
 """
-ABSENT = """fastapi uvicorn sqlalchemy jinja2 segno prometheus_client torch onnxscript executorch matplotlib sklearn
+ABSENT = """fastapi uvicorn sqlalchemy jinja2 segno prometheus_client torch executorch matplotlib sklearn
 pyfusefilter xxhash zstandard constriction optuna smbus2 Monsoon usb numba playwright torch_pruning flwr starlette"""
 
 

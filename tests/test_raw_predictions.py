@@ -17,7 +17,6 @@ from edge_client.bundle import Bundle
 from edge_client.commands.exit_codes import ExitCode
 
 pytest.importorskip("torch")
-pytest.importorskip("onnxscript")
 pytest.importorskip("fastapi")
 
 NAMES = ("sit", "walk", "run")

@@ -81,7 +81,7 @@ def open_named(name: str) -> Bundle:
         raise BundleError(f"no bundle is named {name!r}; there are {', '.join(NAMES)}")
 
     def check() -> None:
-        if missing_exporter():
+        if not can_export():
             raise ConfigError(f"bundle {name!r} is built with PyTorch; run: pip install 'maskfleet[author]'")
 
     def make(folder: Path) -> None:
@@ -97,9 +97,9 @@ def is_named(name: str) -> bool:
     return name in NAMES or name in packaged()
 
 
-def missing_exporter() -> list[str]:
-    """The packages that an export needs and that are not installed."""
-    return [name for name in ("torch", "onnxscript") if find_spec(name) is None]
+def can_export() -> bool:
+    """Whether PyTorch is installed."""
+    return find_spec("torch") is not None
 
 
 def into_cache(name: str, build: Callable[[Path], None], check: Callable[[], None]) -> Bundle:

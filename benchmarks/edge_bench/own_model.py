@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from edge_bench.bundles import into_cache, missing_exporter, recipe
+from edge_bench.bundles import can_export, into_cache, recipe
 from edge_bench.data.own import DeviceFiles
 from edge_bench.data.sources import Samples
 from edge_client.bundle import MANIFEST, About, Bundle, ClassNames
@@ -106,7 +106,7 @@ def open_module(place: str, table: ExportConfig, data: Samples | DeviceFiles, to
             raise ModelError(f"{error}{_advice(table, arguments, str(error))}") from error
 
     def check() -> None:
-        if missing_exporter():
+        if not can_export():
             raise ConfigError(
                 f"bundle = {place!r} is exported with PyTorch; run: pip install 'maskfleet[author]', or try a packaged "
                 "bundle that takes such samples, like --bundle digits for 8x8 images"

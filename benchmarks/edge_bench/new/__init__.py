@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from edge_bench.bundles import missing_exporter
+from edge_bench.bundles import can_export
 from edge_bench.command_line import check_new_folder, name_from
 from edge_client.errors import ConfigError
 from edge_client.methods import installed_methods
@@ -80,15 +80,13 @@ def package(name: str, method: str) -> dict[str, str]:
 
 def advice(folder: Path) -> list[str]:
     """What can be run now, and what has to be installed for the rest."""
-    lacks = missing_exporter()
     data = [] if find_spec("sklearn") else ["data.py reads scikit-learn's digits; run: pip install 'maskfleet[bench]'"]
-    if not lacks:
+    if can_export():
         return [*data, f"next: {_enter(folder)} && maskfleet simulate simulate.toml"]
     return [
         *data,
         f"next: {_enter(folder)} && maskfleet simulate simulate.toml --bundle digits",
-        f"model.py needs {' and '.join(lacks)}, which devices do not; run: pip install 'maskfleet[author]', then leave "
-        "out --bundle",
+        "model.py needs torch, which devices do not; run: pip install 'maskfleet[author]', then leave out --bundle",
     ]
 
 
