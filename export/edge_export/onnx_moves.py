@@ -108,13 +108,20 @@ def _flip(w: Writer, a: Any, out: Any) -> str:
 
 
 def _repeat(w: Writer, a: Any, out: Any) -> str:
+    """By `Expand`, along a new axis before each one that has several entries. Shape inference finds every size."""
     x, extra = w.tensor(a.self), len(a.repeats) - w.meta(a.self).ndim
-    if extra:
-        x = w.op("Unsqueeze", x, w.ints(range(extra)))
-    sizes = [1] * extra + [w.fixed(s) for s in w.meta(a.self).shape]
-    if all(size == 1 or w.fixed(times) == 1 for size, times in zip(sizes, a.repeats, strict=True)):
-        return w.op("Expand", x, w.shape(out.shape))  # shape inference finds its size, also that of the batch
-    return w.op("Tile", x, w.shape(a.repeats))
+    sizes = [1] * extra + list(w.meta(a.self).shape)
+    wide, new = [], list(range(extra))
+    for size, times in zip(sizes, a.repeats, strict=True):
+        if w.fixed(size) == 1 or w.fixed(times) == 1:
+            wide.append(times if w.fixed(size) == 1 else size)
+        else:
+            new.append(len(wide))
+            wide += [times, size]
+    if new:
+        x = w.op("Unsqueeze", x, w.ints(new))
+    made = w.op("Expand", x, w.shape(wide))
+    return made if len(wide) == out.ndim else w.reshape(made, out.shape)
 
 
 def _pad(w: Writer, a: Any, out: Any) -> str:

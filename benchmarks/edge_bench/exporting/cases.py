@@ -228,6 +228,12 @@ def _pieces(x: Tensor) -> Tensor:
     return made.roll(2, 1).flip(1) + x.repeat(1, 2)[:, 3:9] + x.tile(2)[:, ::2]
 
 
+def _repeated(x: Tensor) -> Tensor:
+    """What is repeated for each sample has several rows, as a mask of several heads."""
+    rows = x.new_tensor([[1.0, 2.0], [3.0, 4.0]])
+    return x * rows.repeat(x.shape[0], 3).reshape(-1, 2, 6).sum(1) + rows[:1].repeat(x.shape[0], 3)
+
+
 def _picked(x: Tensor) -> Tensor:
     y = x.index_select(1, torch.tensor([5, 0, 0, 3]))
     z = x.gather(1, torch.tensor([[1, 1, 4]]).expand(x.shape[0], 3))
@@ -386,6 +392,7 @@ CASES: dict[str, Case] = {
     "std, var, norm": rows(_normed),
     "var_mean, std_mean": rows(_standard),
     "chunk, split, cat, stack, roll, flip": rows(_pieces),
+    "repeated for each sample": rows(_repeated),
     "gather, index_select, indices": rows(_picked, features=11),
     "masked_fill, where, clamp": rows(_masked),
     "numbers": rows(_numbers),
