@@ -349,6 +349,20 @@ def _moving(module: Any, y: Tensor) -> Tensor:
     return y + module.e.clamp(min=0)
 
 
+def _beside(values: Tensor) -> nn.Module:
+    made = nn.Linear(5, 3)
+    made.table = nn.Parameter(values, requires_grad=False)
+    return made
+
+
+class _Auxiliary(nn.Linear):
+    """A classifier that gives the outputs of a second head as well, in training only."""
+
+    def forward(self, x: Tensor) -> Any:
+        made = super().forward(x)
+        return (made, made) if self.training else made
+
+
 REFUSED = {
     "python state": (Odd(_count), "attribute 'calls' changes in every run"),
     "batch size": (Odd(lambda _, y: y * 2 if len(y) > 8 else y), "number of samples only"),
@@ -429,6 +443,14 @@ REFUSED = {
         nn.Bilinear(5, 5, 3), "^the module's forward takes input1 and input2, .*; join them in one x, and take them"),
     "nothing to train": (
         nn.Linear(5, 3).requires_grad_(False), r"^no parameter requires a gradient, .*; call requires_grad_\(\) on"),
+    "auxiliary outputs": (
+        _Auxiliary(5, 3), r"returns tuple in training mode and .* \(\d+, 3\) in evaluation mode; return the same"),
+    "a parameter of integers": (
+        _beside(torch.arange(3)), "parameter 'table' is torch.int64, .*; keep it as a buffer"),
+    "a parameter without values": (
+        _beside(torch.zeros(0)), r"tensor 'table' has no values \(its shape is \(0,\)\); remove it"),
+    "numbers without an axis of their own": (
+        nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), r"shape \(2,\) for a batch of 2; .*: \[n, 1\], not \[n\]"),
     "a lock": (Odd(_whole_count, i=torch.zeros(()), f=threading.Lock()), "attribute 'f' cannot be copied"),
 }  # fmt: skip
 
@@ -534,7 +556,7 @@ def test_the_proof_refuses_graphs_with_one_thing_wrong() -> None:
     mutants = _mutants(made.train)
     assert len(mutants) >= 3
     for mutant in mutants.values():
-        with pytest.raises(ModelError, match=r"differently from the module|do not run|does not open"):
+        with pytest.raises(ModelError, match=r"differently from the module|do not run|cannot open"):
             prove(made.witness, made.example, mutant, made.evaluation)
     other = proved_graphs(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.SiLU(), nn.Linear(6, 3)),
                           torch.zeros(2, 5), CLASSIFICATION)  # fmt: skip

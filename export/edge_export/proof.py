@@ -26,13 +26,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import Tensor
 
 from edge_client.errors import ModelError
+from edge_client.runtimes.onnx import open_onnx
 from edge_export.draws import KEY, LARGE, Values, inputs, labels, moved, scaled
 from edge_export.rounding import EPS, Rounding
 from edge_export.witness import Step, Witness
@@ -234,7 +234,8 @@ class _Graphs:
     """Both graphs in ONNX Runtime."""
 
     def __init__(self, train: ModelProto, evaluation: ModelProto) -> None:
-        self.sessions = _session(train, "train.onnx"), _session(evaluation, "eval.onnx")
+        graphs = {"train.onnx": train, "eval.onnx": evaluation}
+        self.sessions = [open_onnx(g.SerializeToString(), what=part, refused=ModelError) for part, g in graphs.items()]
 
     def step(self, step: Step) -> Arrays:
         """What `Witness.step` gives."""
@@ -250,13 +251,3 @@ class _Graphs:
                 "write the forward pass so that it takes any number of samples"
             ) from None
         return {k: np.asarray(v) for k, v in found.items()}
-
-
-def _session(graph: ModelProto, part: str) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4
-    try:
-        return ort.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # the runtime's errors share no base class
-        raise ModelError(f"ONNX Runtime {ort.__version__} does not open {part}: {_first_line(error)}") from None

@@ -45,8 +45,10 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
     values = dict(module.named_parameters())
     stats = _statistics(module, example)
     for name, value in (*values.items(), *stats.items()):
-        if value.dtype != torch.float32 or value.numel() == 0:
-            raise ModelError(f"tensor {name!r} is {value.dtype} of {value.numel()} values; only float32 is trained")
+        if value.dtype != torch.float32:
+            raise ModelError(f"parameter {name!r} is {value.dtype}, and only float32 is trained; keep it as a buffer")
+        if not value.numel():
+            raise ModelError(f"tensor {name!r} has no values (its shape is {tuple(value.shape)}); remove it")
         if not bool(value.isfinite().all()):
             raise ModelError(
                 f"tensor {name!r} holds an infinite value or NaN and is trained; start it from finite values"

@@ -91,6 +91,7 @@ class Witness:
             with Rewriting(repeatable(Drops(torch.tensor([KEY])))), torch.enable_grad():
                 try:
                     outputs = functional_call(copies.training, state, (cast(step.x),))
+                    _check_alike(outputs, found["logits"])
                     loss = self.target.torch_loss(outputs, cast(step.y))
                 except ValueError as error:
                     if len(step.x) == 1 and "more than 1 value per channel" in str(error):
@@ -121,6 +122,17 @@ class Witness:
             raise ModelError(
                 f"buffer {name!r} changes on some batches only; let every training step move it, as by torch.where"
             )
+
+
+def _check_alike(outputs: Any, evaluated: Tensor) -> None:
+    """Raise ModelError when what the module returns in training is no tensor like that in evaluation."""
+    shape = getattr(outputs, "shape", None)
+    if shape != evaluated.shape:
+        what = type(outputs).__name__ if shape is None else f"outputs of shape {tuple(shape)}"
+        raise ModelError(
+            f"the module returns {what} in training mode and outputs of shape {tuple(evaluated.shape)} in evaluation "
+            "mode; return the same outputs in both, without those of auxiliary heads"
+        )
 
 
 class _Wide(TorchFunctionMode):

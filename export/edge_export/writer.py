@@ -280,11 +280,11 @@ def _output(module: nn.Module, batch: Tensor) -> tuple[int, ...]:
     outputs = _run(duplicate(module), batch)
     if not isinstance(outputs, Tensor) or outputs.dtype != torch.float32:
         found = f"{outputs.dtype}" if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ModelError(f"the module returns {found}; it must return one float32 tensor")
+        raise ModelError(f"the module returns {found}; return one float32 tensor, which the loss is taken of")
     if outputs.ndim < 2 or outputs.shape[0] != batch.shape[0]:
         raise ModelError(
             f"the module returns outputs of shape {tuple(outputs.shape)} for a batch of {batch.shape[0]}; their first "
-            "axis must be the samples, and another must hold each sample's outputs"
+            "axis must be the samples, and another must hold each sample's outputs, if only one: [n, 1], not [n]"
         )
     return tuple(outputs.shape[1:])
 
