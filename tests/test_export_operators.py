@@ -29,6 +29,7 @@ from edge_export.witness import Witness  # noqa: E402
 from edge_export.writer import proved_graphs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from edge_client.targets import Classification  # noqa: E402
@@ -435,6 +436,12 @@ REFUSED = {
     "packed sequences": (
         Case(lambda: Sequences(Packed(5, 4, batch_first=True), 4), (6,), 11).make(),
         "module 'layer': packed sequences are not exported; give .* padded ones"),
+    "samples as time": (
+        Case(lambda: Sequences(nn.GRU(5, 4), 4), (6,), 11).make(),
+        "module 'layer': a recurrent layer runs over the samples.*; set batch_first=True"),
+    "a kernel for each sample": (
+        Odd(lambda m, y: functional.conv1d(y.reshape(1, -1, 6), y[:, :3].unsqueeze(1), groups=y.shape[0]).view(
+            -1, 4) @ m.e, e=torch.ones(4, 6)), "'convolution' has a group for each sample; multiply windows, .*bmm"),
     "bags by offsets": (nn.Sequential(_Bags(9, 4), nn.Linear(4, 3)), "module '0': .*offsets.*whole rows"),
     "a sampled grid": (
         Odd(lambda _, y: functional.grid_sample(y.view(-1, 1, 2, 3), functional.affine_grid(
@@ -445,6 +452,10 @@ REFUSED = {
         nn.Linear(5, 3).requires_grad_(False), r"^no parameter requires a gradient, .*; call requires_grad_\(\) on"),
     "auxiliary outputs": (
         _Auxiliary(5, 3), r"returns tuple in training mode and .* \(\d+, 3\) in evaluation mode; return the same"),
+    "a batch of one squeezed": (
+        Odd(lambda _, y: y.unsqueeze(1).squeeze()), r"on 1 samples\); .* such as a squeeze\(\) without an axis"),
+    "pruned weights": (
+        prune.random_unstructured(nn.Linear(5, 3), "weight", 0.5), r"a parameter; .* by .*prune.remove or"),
     "a parameter of integers": (
         _beside(torch.arange(3)), "parameter 'table' is torch.int64, .*; keep it as a buffer"),
     "a parameter without values": (

@@ -38,13 +38,15 @@ def _linear(w: Writer, a: Any, out: Any) -> str:
 
 
 def _convolution(w: Writer, a: Any, out: Any) -> str:
-    dims = out.ndim - 2
+    dims, groups = out.ndim - 2, w.fixed(a.groups)
+    if groups is None:
+        raise w.refuse("has a group for each sample; multiply windows, of torch.nn.functional.unfold, by torch.bmm")
     padding = per_axis(a.padding, dims)
     settings: dict[str, Any] = {
         "strides": per_axis(a.stride, dims),
         "pads": padding * 2,
         "dilations": per_axis(a.dilation, dims),
-        "group": int(a.groups),
+        "group": groups,
     }
     inputs = [w.tensor(a.input), w.tensor(a.weight)]
     if a.bias is not None:

@@ -125,14 +125,12 @@ def _repeat(w: Writer, a: Any, out: Any) -> str:
 
 
 def _pad(w: Writer, a: Any, out: Any) -> str:
-    widths, rank = [int(p) for p in a.pad], out.ndim
-    low, high = [0] * rank, [0] * rank
-    for i in range(len(widths) // 2):
-        low[rank - 1 - i], high[rank - 1 - i] = widths[2 * i], widths[2 * i + 1]
+    rest = [0] * (out.ndim - len(a.pad) // 2)
+    widths = w.shape([*rest, *a.pad[-2::-2], *rest, *a.pad[::-2]])  # PyTorch has the last axis first
     if out.dtype == torch.bool:
-        made = w.op("Pad", w.tensor(a.self, torch.int32), w.ints(low + high), w.constant(int(a.value), torch.int32))
+        made = w.op("Pad", w.tensor(a.self, torch.int32), widths, w.constant(int(a.value), torch.int32))
         return w.op("Cast", made, to=TensorProto.BOOL)
-    return w.op("Pad", w.tensor(a.self), w.ints(low + high), w.constant(a.value, out.dtype))
+    return w.op("Pad", w.tensor(a.self), widths, w.constant(a.value, out.dtype))
 
 
 def _full(value: float | None) -> Handler:

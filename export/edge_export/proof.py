@@ -50,8 +50,8 @@ ZERO = 1e-9  # of the largest gradient: less is a zero, as at a bias before a no
 
 GRAPH, BRANCHES = (
     "the exported graph",
-    "look for values that the batch or its size decides in Python, and write them as tensor operators; where there are "
-    "none, report the module",
+    "look for what the batch or its size decides, such as a squeeze() without an axis or a number in Python, and write "
+    "it as tensor operators; where there is nothing, report the module",
 )
 
 Arrays = Mapping[str, NDArray[Any]]

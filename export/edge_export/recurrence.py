@@ -120,7 +120,7 @@ def lstm(
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`torch.lstm` on padded sequences: all states of the last layer, and each layer's last state and last cell."""
-    x = x.transpose(0, 1) if batch_first else x
+    x = _time_first(x, batch_first)
     ways, width = 2 if bidirectional else 1, 4 if biased else 2
     hidden, cells = [], []
     for layer in range(layers):
@@ -138,6 +138,14 @@ def lstm(
             made.append(states.flip(0) if way else states)
         x = torch.cat(made, 2) if bidirectional else made[0]
     return x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cells)
+
+
+def _time_first(x: Tensor, batch_first: bool) -> Tensor:
+    """`x` as [t, n, f]. Raises ModelError where its time axis is that of the samples."""
+    x = x.transpose(0, 1) if batch_first else x
+    if isinstance(x.shape[0], torch.SymInt):
+        raise ModelError("a recurrent layer runs over the samples instead of time; set batch_first=True")
+    return x
 
 
 def packed(*_: object) -> Any:
@@ -164,7 +172,7 @@ def _single_state(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Ten
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
-        x = x.transpose(0, 1) if batch_first else x
+        x = _time_first(x, batch_first)
         ways, width, ends = 2 if bidirectional else 1, 4 if biased else 2, []
         for layer in range(layers):
             x = _between(x, layer, dropout, training)

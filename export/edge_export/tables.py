@@ -55,7 +55,11 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
             )
     layers = _layers(module, example)
     if not layers:
-        raise ModelError("the module has no linear, convolution or LSTM layer that its forward pass runs")
+        raise ModelError(
+            "the module has no linear, convolution or LSTM layer that its forward pass runs and whose weight is a "
+            "parameter; one that is computed (weight_norm, prune) becomes one by torch.nn.utils.prune.remove or "
+            "parametrize.remove_parametrizations"
+        )
     weights = list(dict.fromkeys(name for layer in layers for name in layer.weights))
     order = [*weights, *(name for name in values if name not in weights)]
     if trainable is None:

@@ -234,6 +234,12 @@ def _repeated(x: Tensor) -> Tensor:
     return x * rows.repeat(x.shape[0], 3).reshape(-1, 2, 6).sum(1) + rows[:1].repeat(x.shape[0], 3)
 
 
+def _pair(x: Tensor, layer: nn.Module) -> Tensor:
+    """Both halves of a sample as two samples."""
+    y = layer(torch.cat([x[:, :3], x[:, 3:]]))
+    return (y[: x.shape[0]] - y[x.shape[0] :]).abs()
+
+
 def _picked(x: Tensor) -> Tensor:
     y = x.index_select(1, torch.tensor([5, 0, 0, 3]))
     z = x.gather(1, torch.tensor([[1, 1, 4]]).expand(x.shape[0], 3))
@@ -393,6 +399,7 @@ CASES: dict[str, Case] = {
     "var_mean, std_mean": rows(_standard),
     "chunk, split, cat, stack, roll, flip": rows(_pieces),
     "repeated for each sample": rows(_repeated),
+    "two samples of one": rows(_pair, nn.Linear(3, 6)),
     "gather, index_select, indices": rows(_picked, features=11),
     "masked_fill, where, clamp": rows(_masked),
     "numbers": rows(_numbers),
