@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -63,6 +64,41 @@ def test_a_random_graph_is_compacted_exactly(seed: int, tmp_path: Path) -> None:
     case = random_graphs.case(seed)
     subject = prepare(case, export(case, tmp_path / "bundle"), "weight", 0.5, seed)
     result = compacted(subject, "weight", 0.5, tmp_path / "personal.onnx", align=4)
+    assert result.exact, result.row()
+
+
+def _states(m: Net, ids: Tensor) -> Tensor:
+    states: Tensor = m.cells(m.embedding(ids))[0]
+    return states
+
+
+def _last_of(m: Net, x: Tensor) -> Tensor:
+    """The state at the last id that is not 0, of each sample."""
+    return m.head(_states(m, x)[torch.arange(x.shape[0]), (x != 0).sum(1).clamp(min=1) - 1])
+
+
+def _two_of(m: Net, x: Tensor) -> Tensor:
+    last = (x != 0).sum(1).clamp(min=1) - 1
+    return m.head(_states(m, x)[torch.arange(x.shape[0])[:, None], torch.stack([last, last // 2], 1)].sum(1))
+
+
+def _begun(m: Net, x: Tensor) -> Tensor:
+    """The last state, behind an id that begins every sequence."""
+    return m.head(_states(m, torch.cat([torch.full((x.shape[0], 1), 11), x], 1))[:, -1])
+
+
+@pytest.mark.parametrize("wiring", [_last_of, _two_of, _begun])
+def test_a_network_of_ids_that_picks_a_place_in_each_sample_or_begins_with_an_id_of_its_own_is_compacted(
+    wiring: Callable[[Net, Tensor], Tensor], tmp_path: Path
+) -> None:
+    def make() -> nn.Module:
+        cells = nn.GRU(6, 8, batch_first=True)
+        return Net(wiring, embedding=nn.Embedding(12, 6), cells=cells, head=nn.Linear(8, 3))
+
+    case = Case("ids", make, (7,), ("head",), ids=11)
+    subject = prepare(case, export(case, tmp_path / "bundle"), "act", 0.5)
+    result = compacted(subject, "act", 0.5, tmp_path / "personal.onnx")
+    assert result.status == "ok"
     assert result.exact, result.row()
 
 

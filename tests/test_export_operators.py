@@ -436,6 +436,8 @@ REFUSED = {
     "packed sequences": (
         Case(lambda: Sequences(Packed(5, 4, batch_first=True), 4), (6,), 11).make(),
         "module 'layer': packed sequences are not exported; give .* padded ones"),
+    "parts of a batch": (
+        Odd(lambda m, y: torch.cat([y, -y])[y.shape[0] :]), "own forward: operator 'slice' takes as .*; for parts of"),
     "samples as time": (
         Case(lambda: Sequences(nn.GRU(5, 4), 4), (6,), 11).make(),
         "module 'layer': a recurrent layer runs over the samples.*; set batch_first=True"),

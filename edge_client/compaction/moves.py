@@ -40,7 +40,8 @@ def sources(s: Study, node: NodeProto) -> Ids:
                 start += size
             else:
                 known = s.net.known(v)
-                given.append(np.zeros(known.shape) if known.dtype.kind == "f" else known)
+                moved = known.dtype.kind == "f" or node.op_type == "Concat"
+                given.append(np.zeros(known.shape) if moved else known)
         s.notes[key] = s.net.operators.run(node, given)[0].astype(np.int64) - 1
     found: Ids = s.notes[key]
     return found

@@ -33,8 +33,8 @@ def _core() -> dict[Any, Callable[..., Any]]:
 def table() -> dict[Any, Callable[..., Any]]:
     """The decompositions of a training graph, by ATen operator."""
     found = dict(_core())
-    for op in (aten.addmm.default, aten.mm.default, aten.t.default, *_KEPT):
-        found.pop(op, None)
+    for op in (aten.t.default, aten.threshold_backward.default):  # written as they are
+        del found[op]
     found[aten.convolution_backward.default] = _convolution_backward
     for pool in (aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default):
         found[pool] = _max_pool_backward
@@ -44,27 +44,17 @@ def table() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-_KEPT = (aten.where.self, aten.index_select.default, aten.threshold_backward.default)  # written as they are
 _WHOLE = frozenset(  # activations and norms that an evaluation graph holds as one operator
     [
-        "addmm",
-        "mm",
-        "bmm",
         "t",
-        "gelu",
         "silu",
         "mish",
         "hardswish",
         "hardsigmoid",
-        "elu",
         "leaky_relu",
         "softplus",
-        "native_layer_norm",
-        "native_batch_norm",
-        "_native_batch_norm_legit_no_training",
         "_prelu_kernel",
         "where",
-        "index_select",
     ]
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from onnx import TensorProto
+from torch.fx import Node
 
 from edge_export.onnx_writer import ALL, Handler, Writer
 
@@ -87,10 +88,14 @@ def _unbind(w: Writer, a: Any, out: Any) -> list[str]:
 
 def _slice(w: Writer, a: Any, out: Any) -> str:
     rank = out.ndim
-    start, end = (0 if a.start is None else a.start), (ALL if a.end is None else a.end)
+    start, end = w.fixed(a.start or 0), w.fixed(ALL if a.end is None else a.end)
+    if start is None or end is None:
+        raise w.refuse("takes as many entries as the batch has samples; for parts of a batch, call the layer for each")
     if start == 0 and end == ALL and a.step == 1:
         return w.op("Identity", w.tensor(a.self))
-    return w.op("Slice", w.tensor(a.self), w.size(start), w.size(end), w.ints([axis_of(a.dim, rank)]), w.ints([a.step]))
+    return w.op(
+        "Slice", w.tensor(a.self), w.ints([start]), w.ints([end]), w.ints([axis_of(a.dim, rank)]), w.ints([a.step])
+    )
 
 
 def _select(w: Writer, a: Any, out: Any) -> str:
@@ -174,8 +179,7 @@ def _slice_scatter(w: Writer, a: Any, out: Any) -> str:
         if tuple(source.shape) == tuple(out.shape):
             return w.op("Identity", w.tensor(a.src, out.dtype))
         raise w.refuse("replaces a part of the batch; write it with where or cat")
-    start = min(max(w.fixed(a.start or 0) or 0, -size) % size if (a.start or 0) < 0 else a.start or 0, size)
-    places = [start + i * a.step for i in range(count)]
+    places = range(*slice(a.start, a.end, a.step).indices(size))
     line = [1] * out.ndim
     line[axis] = count
     index = w.op("Expand", w.op("Reshape", w.ints(places), w.ints(line)), w.shape(source.shape))
@@ -281,9 +285,25 @@ def _joined(w: Writer, indices: Sequence[Any], named: Sequence[int], common: Seq
     return parts[0] if len(parts) == 1 else w.op("Concat", *parts, axis=rank)
 
 
+def _counts_samples(w: Writer, index: Node, common: Sequence[Any]) -> bool:
+    """Whether `index` is ``torch.arange(n)``, along the first axis of the index tensors' `common` shape."""
+    shape = w.meta(index).shape
+    if len(shape) != len(common) or w.fixed(shape[0]) is not None or any(w.fixed(size) != 1 for size in shape[1:]):
+        return False
+    aten = torch.ops.aten
+    while index.target in (aten.unsqueeze.default, aten.view.default, aten.slice.Tensor):
+        if index.target is aten.slice.Tensor and index.args[1:] != (0, 0, ALL):  # as in index[:, None]
+            return False
+        index = index.args[0]  # type: ignore[assignment]
+    return index.target is aten.arange.start_step and index.args[0] == 0 and index.args[2:] in ((), (1,))
+
+
 def _index(w: Writer, a: Any, out: Any) -> str:
     x = w.meta(a.self)
     named, rest, common = _places(w, x, a.indices)
+    if named[0] == 0 and len(named) > 1 and _counts_samples(w, a.indices[0], common):
+        # Each sample's own entries: as a place in the batch the number of a sample would tie samples together.
+        return w.op("GatherND", w.tensor(a.self), _joined(w, a.indices, named[1:], common), batch_dims=1)
     if len(named) == 1:
         return w.op("Gather", w.tensor(a.self), w.tensor(a.indices[named[0]], torch.int64), axis=named[0])
     name, first = w.tensor(a.self), named[0]

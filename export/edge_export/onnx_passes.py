@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 import onnx
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper, numpy_helper, shape_inference
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper, shape_inference
 
 from edge_client.compaction.net import needed
 from edge_client.graph.nodes import set_attribute, settings
@@ -30,7 +30,6 @@ def tidy(model: ModelProto, inputs: list[str], outputs: list[str]) -> ModelProto
     graph = model.graph
     if len(graph.input) != len(inputs) or len(graph.output) != len(outputs):
         raise ValueError(f"the graph has {len(graph.input)} inputs and {len(graph.output)} outputs")
-    _constants_to_initializers(graph)
     ranks = _ranks(graph)
     while _fold_identities(graph) + _fold_common(graph) + _fold_transposes(graph, ranks) + _fold_keepdims(graph, ranks):
         _drop_dead(graph)
@@ -57,19 +56,6 @@ def _set_attributes(node: NodeProto, given: dict[str, Any]) -> None:
     _set(node.attribute, [helper.make_attribute(k, v) for k, v in sorted(given.items())])
 
 
-def _constants_to_initializers(graph: GraphProto) -> None:
-    kept, outputs = [], {o.name for o in graph.output}
-    for node in graph.node:
-        value = next((a.t for a in node.attribute if a.name == "value" and a.type == AttributeProto.TENSOR), None)
-        if node.op_type == "Constant" and value is not None and node.output[0] not in outputs:
-            tensor = graph.initializer.add()
-            tensor.CopyFrom(value)
-            tensor.name = node.output[0]
-        else:
-            kept.append(node)
-    _set(graph.node, kept)
-
-
 def _replace(graph: GraphProto, names: dict[str, str]) -> int:
     """Read value `names[old]` wherever `old` was read. Values that are graph outputs must not be among the old."""
     for node in graph.node:
@@ -88,16 +74,9 @@ def _fold_identities(graph: GraphProto) -> int:
 
 
 def _fold_common(graph: GraphProto) -> int:
-    """Nodes, and constants, that compute the same thing become one."""
+    """Nodes that compute the same thing become one."""
     outputs = {o.name for o in graph.output}
     same: dict[str, str] = {}
-    constants: dict[tuple[int, bytes, tuple[int, ...]], str] = {}
-    for tensor in graph.initializer:
-        array = numpy_helper.to_array(tensor)
-        key = (tensor.data_type, array.tobytes(), array.shape)
-        first = constants.setdefault(key, tensor.name)
-        if first != tensor.name:
-            same[tensor.name] = first
     seen: dict[tuple[object, ...], NodeProto] = {}
     for node in graph.node:
         reads = tuple(same.get(name, name) for name in node.input)

@@ -125,25 +125,6 @@ class Writer:
             raise self.refuse(f"makes {want}; keep to float32, int64 and bool")
         return self.op("Cast", name, to=TYPES[want])
 
-    @staticmethod
-    def dtype(*values: Any) -> torch.dtype:
-        """The dtype in which PyTorch computes with these tensors and numbers together."""
-        metas = [v.meta["val"] if isinstance(v, Node) else v for v in values if v is not None]
-        plain = [
-            torch.empty((m.shape and (1,) * m.ndim) or (), dtype=m.dtype)
-            if isinstance(m, Tensor)
-            else (1 if isinstance(m, torch.SymInt) else 1.0 if isinstance(m, torch.SymFloat) else m)
-            for m in metas
-        ]
-        kind = plain[0].dtype if isinstance(plain[0], Tensor) and len(plain) == 1 else None
-        if kind is None:
-            first = plain[0]
-            for other in plain[1:]:
-                kind = torch.result_type(first, other)
-                first = torch.empty((1,) if any(isinstance(p, Tensor) and p.ndim for p in plain) else (), dtype=kind)
-        assert kind is not None
-        return kind
-
     # --- sizes
 
     @staticmethod

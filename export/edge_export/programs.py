@@ -24,7 +24,8 @@ from edge_export.draws import KEY, inputs, labels, moved
 from edge_export.dropout import Drops, repeatable
 from edge_export.modes import duplicate, in_evaluation, in_training, slow_paths
 from edge_export.proof import DRAWS, Arrays, Best
-from edge_export.rewriting import Rewriting
+from edge_export.refusals import reason
+from edge_export.rewriting import Rewriting, distances
 from edge_export.witness import Step, Witness
 
 TRAIN, EVAL = "model.pt2", "model-eval.pt2"
@@ -75,19 +76,30 @@ def torch_programs(module: nn.Module, example: Tensor, given: Collection[str], d
     """`module` in training and in evaluation mode with a dynamic batch, each saved by `torch.export.save`.
 
     Tensors named in `given` have no values of their own. With `draws` the program in training mode takes a second
-    argument, the key of dropout.
+    argument, the key of dropout. Raises ModelError.
     """
-    training, evaluation = in_training(duplicate(module)), in_evaluation(duplicate(module))
-    taken: tuple[Tensor, ...] = (example, torch.zeros(1, dtype=torch.int64)) if draws else (example,)
-    author = training.forward
+    key = (torch.zeros(1, dtype=torch.int64),) if draws else ()
+    try:
+        return {
+            TRAIN: _saved(_traceable(in_training(duplicate(module))), (example, *key), given),
+            EVAL: _saved(_traceable(in_evaluation(duplicate(module))), (example,), given),
+        }
+    except Exception as error:  # PyTorch raises many kinds of errors here
+        raise ModelError(f"torch.export fails on the module: {reason(error)}; {_WITHOUT}") from error
+
+
+def _traceable(module: nn.Module) -> nn.Module:
+    """`module`, whose forward takes the key of dropout too and has nothing that PyTorch traces for one batch only."""
+    author = module.forward
 
     def forward(x: Tensor, key: Tensor | None = None) -> Tensor:
-        with Rewriting({} if key is None else repeatable(Drops(key))), _in_place(training):
+        drops = {} if key is None else repeatable(Drops(key))
+        with Rewriting({torch.cdist: distances, **drops}), _in_place(module):
             made: Tensor = author(x)
         return made
 
-    training.forward = forward
-    return {TRAIN: _saved(training, taken, given), EVAL: _saved(evaluation, (example,), given)}
+    module.forward = forward
+    return module
 
 
 @contextlib.contextmanager

@@ -227,18 +227,18 @@ def unsupported(module: nn.Module, example: Tensor, error: Unsupported) -> Model
 
 
 @contextmanager
-def in_a_sentence(module: nn.Module, example: Tensor, path: Path | None) -> Iterator[None]:
+def in_a_sentence(module: nn.Module, example: Tensor, path: Path) -> Iterator[None]:
     """Errors of tracing and writing within the block become a ModelError; the cause stays attached."""
     try:
         yield
     except ModelError as error:
-        if path is not None and path.running:
+        if path.running:
             raise ModelError(f"{path}: {error}") from error
         raise
     except Unsupported as error:
         raise unsupported(module, example, error) from error
     except Exception as error:  # PyTorch raises many kinds of errors here
-        place = "the model" if path is None else str(path)
+        place = str(path)
         if line := authored.place_of(error):
             place = f"{place} ({line})"
         text = reason(error)

@@ -31,7 +31,7 @@ from edge_export.modes import duplicate, evaluating, in_training, running
 from edge_export.onnx_passes import OWN_NAMES
 from edge_export.programs import prove_programs, torch_programs
 from edge_export.proof import Shown, prove
-from edge_export.refusals import in_a_sentence, refuse_checkpoint, refuse_inputs, refuse_parts
+from edge_export.refusals import refuse_checkpoint, refuse_inputs, refuse_parts
 from edge_export.sample_ids import sample_ids
 from edge_export.tables import InitScheme, Tables, tables, unseeded
 from edge_export.witness import Witness
@@ -128,8 +128,7 @@ def _parts(made: Graphs, names: Sequence[str], torch_part: bool, stored: bool) -
     module, example = made.witness.module, made.example
     parts = {part: graph.SerializeToString(deterministic=True) for part, graph in made.by_part.items()}
     if torch_part:
-        with in_a_sentence(module, example, None):
-            programs = torch_programs(module, example, names, made.draws)
+        programs = torch_programs(module, example, names, made.draws)
         prove_programs(made.witness, example, programs, made.draws)
         parts |= programs
     if stored:

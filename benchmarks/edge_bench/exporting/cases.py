@@ -234,10 +234,10 @@ def _repeated(x: Tensor) -> Tensor:
     return x * rows.repeat(x.shape[0], 3).reshape(-1, 2, 6).sum(1) + rows[:1].repeat(x.shape[0], 3)
 
 
-def _pair(x: Tensor, layer: nn.Module) -> Tensor:
-    """Both halves of a sample as two samples."""
-    y = layer(torch.cat([x[:, :3], x[:, 3:]]))
-    return (y[: x.shape[0]] - y[x.shape[0] :]).abs()
+def _own_place(x: Tensor) -> Tensor:
+    """Two steps of each sample, which its own values choose."""
+    chosen = (x[..., :2] > 0).sum(1).clamp(max=4)
+    return x[torch.arange(x.shape[0])[:, None], chosen]
 
 
 def _picked(x: Tensor) -> Tensor:
@@ -399,7 +399,7 @@ CASES: dict[str, Case] = {
     "var_mean, std_mean": rows(_standard),
     "chunk, split, cat, stack, roll, flip": rows(_pieces),
     "repeated for each sample": rows(_repeated),
-    "two samples of one": rows(_pair, nn.Linear(3, 6)),
+    "a place in each sample": steps(_own_place, 16),
     "gather, index_select, indices": rows(_picked, features=11),
     "masked_fill, where, clamp": rows(_masked),
     "numbers": rows(_numbers),
