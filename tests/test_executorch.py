@@ -25,6 +25,7 @@ pytest.importorskip("torch")
 pytest.importorskip("executorch", reason="ExecuTorch is not installed: pip install 'maskfleet[author]'")
 import torch
 from coordination import Fleet
+from edge_export import export_bundle
 from edge_export.executorch import parts
 from edge_export.executorch.operators import TABLE
 from edge_export.executorch.parts import add_parts
@@ -123,6 +124,29 @@ def test_the_proof_sees_a_small_gradient_a_thousandth_off_and_no_rounding(monkey
         with pytest.raises(ModelError, match=f"train.pte gives another {name} than train.onnx for 33 samples"):
             parts._prove(small, "train", b"", inputs, outputs, 33)
         factors[name] = 1.0
+
+
+def test_the_proof_sees_a_program_that_reads_no_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = exported("mlp").bundle
+    inputs, outputs = parts.train_names(small.manifest)
+    session = open_onnx(small.part("train.onnx"))
+
+    def program(*values: np.ndarray) -> list[np.ndarray]:
+        given = dict(zip(inputs, values, strict=True))
+        return session.run(outputs, {**given, "y": np.zeros_like(given["y"])})
+
+    monkeypatch.setattr("edge_client.runtimes.executorch.open_pte", lambda *_, **__: program)
+    with pytest.raises(ModelError, match=r"train\.pte gives another loss than train.onnx for 33 samples"):
+        parts._prove(small, "train", b"", inputs, outputs, 33)
+
+
+def test_a_model_with_dropout_has_no_programs(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Dropout(), torch.nn.Linear(5, 3))
+    made = export_bundle(
+        module, torch.zeros(2, 4), tmp_path / "b", name="b", target={"kind": "classification"}, torch_part=False
+    )
+    with pytest.raises(ModelError, match="cannot draw what dropout drops; leave out --executorch, or dropout"):
+        add_parts(made)
 
 
 def test_a_relu_that_falls_the_other_way_in_one_draw_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def _drawn(manifest: Manifest, axes: Mapping[str, Axes], draw: int, size: float)
     random = np.random.default_rng(draw)
     n = PROBE + 1  # another batch than the cut was inferred for
     whole: Arrays = {
-        "x": _samples(manifest.input, n, random, size),
+        "x": samples(manifest.input, n, random, size),
         "y": manifest.target.labels(n),
         "key": np.zeros(1, np.int64),
     }
@@ -85,7 +85,7 @@ def _drawn(manifest: Manifest, axes: Mapping[str, Axes], draw: int, size: float)
     return whole, small
 
 
-def _samples(taken: Input, n: int, random: np.random.Generator, size: float) -> NDArray[Any]:
+def samples(taken: Input, n: int, random: np.random.Generator, size: float) -> NDArray[Any]:
     """Samples of normal numbers of that size, or of ids that have rows."""
     bounds = taken.bounds()
     if bounds is None:

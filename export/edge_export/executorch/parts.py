@@ -21,8 +21,10 @@ from edge_client.equality import Probe, nudged
 from edge_client.errors import ModelError
 from edge_client.files import write_whole
 from edge_client.runtimes.onnx import open_onnx
+from edge_export.draws import labels
 from edge_export.executorch.graph import Graph
 from edge_export.executorch.lowering import TRACED, lower
+from edge_export.group_trial import samples
 
 MOST = 64
 """Samples of the largest batch by default: a program reserves the memory of its largest batch."""
@@ -64,6 +66,8 @@ def add_parts(bundle: Bundle, *, most: int = MOST, progress: Callable[[str], Non
     not the graph's; the bundle then stays as it was.
     """
     manifest, made = bundle.manifest, {}
+    if manifest.draws:
+        raise ModelError("a program of ExecuTorch cannot draw what dropout drops; leave out --executorch, or dropout")
     for part, names in (("train", train_names(manifest)), ("eval", eval_names(manifest))):
         progress(f"{part}.pte: lowering, which takes seconds for a small model and minutes for a deep one")
         model = onnx.load(bundle.part(f"{part}.onnx"))
@@ -98,13 +102,11 @@ def _example(bundle: Bundle, names: list[str]) -> tuple[Tensor, ...]:
 
 
 def _feed(bundle: Bundle, n: int, draw: int = 0) -> dict[str, NDArray[Any]]:
-    """Every input by name: the bundle's own values, and a batch of `n` random samples or of the token 0."""
+    """Every input by name: the bundle's own values, and `n` random samples with their labels."""
     m, model = bundle.manifest, bundle.model()
     known: dict[str, NDArray[Any]] = {**views(m.parameters, model.parameters), **views(m.buffers, model.buffers)}
-    random, shape = np.random.default_rng((n, draw)), (n, *m.input.shape)
-    floats = np.issubdtype(np.dtype(m.input.dtype), np.floating)
-    known["x"] = (random.standard_normal(shape) if floats else np.zeros(shape)).astype(m.input.dtype)
-    known["y"] = m.target.labels(n)
+    known["x"] = samples(m.input, n, np.random.default_rng((n, draw)), 1.0)
+    known["y"] = labels(m.target, n, torch.Generator().manual_seed(DRAWS * n + draw)).numpy()
     return known
 
 
