@@ -296,32 +296,31 @@ def _run(module: nn.Module, batch: Tensor) -> Any:
 
 def _target(wanted: Target | Mapping[str, Any], output: tuple[int, ...]) -> Target:
     """`wanted` with its sizes, after checking that the outputs suit it."""
-    if isinstance(wanted, Target):
-        target = wanted
-    else:
-        try:
-            kind = target_type(wanted.get("kind"))
-            sizes = kind.sizes(output)
-            if not sizes and not set(kind.shape) <= wanted.keys():
-                raise ModelError(
-                    f"outputs of shape {_shape(output)} do not suit a {wanted['kind']} target, whose shape is "
-                    f"{_shape(kind.shape)}; reshape them at the end of forward, as .flatten(1) does, or choose another "
-                    "target"
-                )
-            target = kind.model_validate({**sizes, **wanted})
-        except ValidationError as error:
-            raise ModelError(
-                f"outputs of shape {_shape(output)} do not suit a {wanted['kind']} target: "
-                f"{first_fault(error, 'target')}"
-            ) from None
-        except ValueError as error:
-            raise ModelError(str(error)) from None
+    target = wanted if isinstance(wanted, Target) else _sized(wanted, output)
     if target.output != output:
         raise ModelError(
             f"the module's outputs have shape {_shape(output)}, a {target.kind} target of {target.model_dump()} needs "
             f"{_shape(target.output)}; change the target or the last layer"
         )
     return target
+
+
+def _sized(wanted: Mapping[str, Any], output: tuple[int, ...]) -> Target:
+    """The target of these settings; sizes that they leave out follow from the outputs."""
+    try:
+        kind = target_type(wanted.get("kind"))
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    sizes, unsuited = kind.sizes(output), f"outputs of shape {_shape(output)} do not suit a {wanted['kind']} target"
+    if not sizes and not set(kind.shape) <= wanted.keys():
+        raise ModelError(
+            f"{unsuited}, whose shape is {_shape(kind.shape)}; reshape them at the end of forward, as .flatten(1) "
+            "does, or choose another target"
+        )
+    try:
+        return kind.model_validate({**sizes, **wanted})
+    except ValidationError as error:
+        raise ModelError(f"{unsuited}: {first_fault(error, 'target')}") from None
 
 
 def _shape(output: tuple[int | str, ...]) -> str:

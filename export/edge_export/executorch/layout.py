@@ -105,39 +105,41 @@ def unsqueezed(x: Any, axis: int) -> Any:
 
 
 def merged(x: Laid, shape: Sequence[Any]) -> Any | None:
-    """`x` reshaped to `shape`, put off still; None when that joins axes which do not lie side by side."""
-    groups: list[list[int]] = []
-    at = 0
-    for size in shape:
-        if at >= x.ndim or not isinstance(size, int):
-            if at < x.ndim and not isinstance(x.shape[at], int) and str(size) in (str(x.shape[at]), "-1"):
-                groups.append([at])
-                at += 1
-                continue
-            return None
-        if size == -1:
-            if groups or isinstance(x.shape[at], int):
-                return None
-            groups.append([at])
-            at += 1
-            continue
-        group, made = [at], x.shape[at]
-        at += 1
-        while isinstance(made, int) and made < size and at < x.ndim and isinstance(x.shape[at], int):
-            made *= x.shape[at]
-            group.append(at)
-            at += 1
-        if made != size:
-            return None
-        groups.append(group)
-    while at < x.ndim and x.shape[at] == 1:
-        groups[-1].append(at)
-        at += 1
-    if at != x.ndim:
-        return None
-    stored = [[x.order[i] for i in g] for g in groups]
-    if any(g != list(range(g[0], g[0] + len(g))) for g in stored):
+    """`x` reshaped to `shape`, put off still; None when that splits an axis, or joins some that are stored apart."""
+    groups = _joined(x.shape, shape)
+    stored = [[x.order[i] for i in group] for group in groups or ()]
+    if groups is None or any(axes != list(range(axes[0], axes[0] + len(axes))) for axes in stored):
         return None
     by_place = sorted(range(len(stored)), key=lambda i: stored[i][0])
     base = x.base.reshape([shape[i] for i in by_place])
     return settled(Laid(base, [by_place.index(i) for i in range(len(stored))]))
+
+
+def _joined(sizes: Sequence[Any], shape: Sequence[Any]) -> list[list[int]] | None:
+    """Which of the axes of `sizes`, side by side, become each axis of `shape`; None when one is split.
+
+    A size that depends on the batch, which no number is compared with, stays an axis of its own; -1 may stand for it.
+    """
+    groups: list[list[int]] = []
+    at = 0
+    for size in shape:
+        if at == len(sizes):
+            return None
+        first, made = at, sizes[at]
+        at += 1
+        if not isinstance(made, int):
+            if str(size) != str(made) and (groups or str(size) != "-1"):
+                return None
+        elif isinstance(size, int):
+            while made < size and at < len(sizes) and isinstance(sizes[at], int):
+                made *= sizes[at]
+                at += 1
+            if made != size:
+                return None
+        else:
+            return None
+        groups.append(list(range(first, at)))
+    while groups and at < len(sizes) and sizes[at] == 1:
+        groups[-1].append(at)
+        at += 1
+    return groups if at == len(sizes) else None
