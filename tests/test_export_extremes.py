@@ -204,6 +204,25 @@ class _Pointwise(nn.Module):
         return logits
 
 
+class _Deviations(nn.Module):
+    """The mean and the deviation of a layer over seven steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 8), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).relu()
+        made: Tensor = self.head(torch.cat([y.mean(1), y.std(1)], 1))
+        return made
+
+
+def test_a_deviation_of_equal_steps_is_no_fault() -> None:
+    """On zeros all steps are equal, so what moves the gradient of their deviation is the rounding of their mean."""
+    torch.manual_seed(0)
+    assert _proved(_Deviations(), 7, 5).shown.gradient <= 1e-5
+
+
 def test_norms_that_divide_rounding_errors_are_no_fault() -> None:
     torch.manual_seed(0)
     assert _proved(_Pointwise(), 1, 7, 7).shown.output <= 1e-5

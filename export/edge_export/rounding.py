@@ -7,6 +7,7 @@ zeros, copies and maxima, stays.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 EPS = float(torch.finfo(torch.float32).eps)
 _OF_ONE = ("aten::sigmoid", "aten::sigmoid_")  # ONNX Runtime's is exact to roundings of one, not of its value
-_OF_SUMS = ("aten::var_mean",)  # an engine rounds the sum of equal values, whose mean is exact
-_NORMS = get_decompositions([torch.ops.aten.native_batch_norm, torch.ops.aten.native_group_norm])
-"""Operators taken apart, because their means are results too: a norm leaves of a constant only their rounding."""
+_OF_SUMS = ("aten::mean", "aten::var_mean")  # an engine rounds the sum of equal values, whose mean is exact
+
+
+def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    mean = x.mean(dim, True)
+    count = x.numel() / max(mean.numel(), 1) - (1 if correction is None else correction)
+    return (x - mean).square().sum(dim, keepdim) / max(count, 0)
+
+
+def _std(x: Tensor, dim: Any = None, **settings: Any) -> Tensor:
+    return _var(x, dim, **settings).sqrt()
+
+
+_APART: dict[Any, Callable[..., Any]] = {
+    **get_decompositions([torch.ops.aten.native_batch_norm, torch.ops.aten.native_group_norm]),
+    torch.ops.aten.var.correction: _var,
+    torch.ops.aten.std.correction: _std,
+}
+"""Operators taken apart, because their means are results too: of a constant a norm leaves only their rounding."""
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -29,9 +46,9 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.random = random
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NORMS:
+        if func in _APART:
             with self:
-                return _NORMS[func](*args, **(kwargs or {}))
+                return _APART[func](*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
         plain = made if isinstance(made, tuple | list) else (made,)
         returns = func._schema.returns
