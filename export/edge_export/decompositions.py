@@ -33,8 +33,7 @@ def _core() -> dict[Any, Callable[..., Any]]:
 def table() -> dict[Any, Callable[..., Any]]:
     """The decompositions of a training graph, by ATen operator."""
     found = dict(_core())
-    for op in (aten.t.default, aten.threshold_backward.default):  # written as they are
-        del found[op]
+    del found[aten.threshold_backward.default]  # written as it is
     found[aten.convolution_backward.default] = _convolution_backward
     for pool in (aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default):
         found[pool] = _max_pool_backward
@@ -44,19 +43,8 @@ def table() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-_WHOLE = frozenset(  # activations and norms that an evaluation graph holds as one operator
-    [
-        "t",
-        "silu",
-        "mish",
-        "hardswish",
-        "hardsigmoid",
-        "leaky_relu",
-        "softplus",
-        "_prelu_kernel",
-        "where",
-    ]
-)
+_WHOLE = {"silu", "mish", "hardswish", "hardsigmoid", "leaky_relu", "softplus", "_prelu_kernel"}
+"""Activations that an evaluation graph holds as one operator."""
 
 
 def evaluation_table() -> dict[Any, Callable[..., Any]]:

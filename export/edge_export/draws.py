@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from edge_client.targets import Target
 from edge_export.dropout import Drops, repeatable
-from edge_export.modes import duplicate, in_evaluation, in_training, running
+from edge_export.modes import duplicate, in_training, running
 from edge_export.rewriting import Rewriting
 
 KEY = 123_456_789
@@ -31,7 +31,7 @@ def inputs(module: nn.Module, example: Tensor, random: torch.Generator) -> Draw:
         return lambda n: torch.randn((n, *sample), generator=random)
     sizes = sorted({p.num_embeddings for p in module.modules() if isinstance(p, nn.Embedding)}, reverse=True)
     sizes += sorted({n for p in module.parameters() for n in p.shape} - set(sizes), reverse=True)
-    probe = in_evaluation(duplicate(module))
+    probe = duplicate(module).eval()
     for size in sizes:
         try:
             with torch.no_grad():

@@ -31,7 +31,7 @@ from edge_export import decompositions
 from edge_export.batch_norm import Statistics
 from edge_export.branches import BatchEnv, refuse_branches
 from edge_export.dropout import Drops
-from edge_export.modes import duplicate, in_evaluation, in_training, slow_paths
+from edge_export.modes import duplicate, in_training, slow_paths
 from edge_export.onnx_layers import layers
 from edge_export.onnx_moves import moves
 from edge_export.onnx_operators import operators
@@ -137,7 +137,7 @@ def _fake(*groups: list[Tensor]) -> list[list[Tensor]]:
 
 def eval_graph(module: nn.Module, example: Tensor, parameters: list[str], buffers: list[str]) -> onnx.ModelProto:
     """`module` in evaluation mode, dynamic batch: inputs `parameters`, `buffers`, `x` by name, output `logits`."""
-    author, module = module, in_evaluation(duplicate(module))
+    author, module = module, duplicate(module).eval()
     path = Path(module)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     names = [*parameters, *buffers]

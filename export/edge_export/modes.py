@@ -50,11 +50,6 @@ def in_training(module: nn.Module) -> nn.Module:
     return module if module.training else module.train()
 
 
-def in_evaluation(module: nn.Module) -> nn.Module:
-    """`module` in evaluation mode."""
-    return module.eval()
-
-
 @contextmanager
 def slow_paths() -> Iterator[None]:
     """Attention layer by layer: outside training PyTorch would run a fused kernel, which calls no part and no hook.

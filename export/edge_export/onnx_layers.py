@@ -271,7 +271,7 @@ def layers() -> dict[str, Handler]:
     pools = dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), _max_pool)
     averages = dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _avg_pool)
     norms = dict.fromkeys(
-        ("native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "cudnn_batch_norm"),
+        ("native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit"),
         _batch_norm_eval,
     )
     return {

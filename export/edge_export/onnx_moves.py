@@ -36,15 +36,6 @@ def _permute(w: Writer, a: Any, out: Any) -> str:
     return w.op("Transpose", w.tensor(a.self), perm=[axis_of(d, rank) for d in a.dims])
 
 
-def _transpose(w: Writer, a: Any, out: Any) -> str:
-    perm = list(range(out.ndim))
-    i, j = (0, 1) if w.operator == "t" else (axis_of(a.dim0, out.ndim), axis_of(a.dim1, out.ndim))
-    if out.ndim < 2:
-        return w.op("Identity", w.tensor(a.self))
-    perm[i], perm[j] = perm[j], perm[i]
-    return w.op("Transpose", w.tensor(a.self), perm=perm)
-
-
 def _unsqueeze(w: Writer, a: Any, out: Any) -> str:
     return w.op("Unsqueeze", w.tensor(a.self), w.ints([axis_of(a.dim, out.ndim)]))
 
@@ -66,24 +57,12 @@ def _cat(w: Writer, a: Any, out: Any) -> str:
     return w.op("Concat", *(w.tensor(t, out.dtype) for t in parts), axis=axis_of(a.dim, out.ndim))
 
 
-def _stack(w: Writer, a: Any, out: Any) -> str:
-    axis = axis_of(a.dim, out.ndim)
-    parts = [w.op("Unsqueeze", w.tensor(t, out.dtype), w.ints([axis])) for t in a.tensors]
-    return w.op("Concat", *parts, axis=axis)
-
-
 def _split_sizes(w: Writer, a: Any, out: Any) -> list[str]:
     axis = axis_of(a.dim, w.meta(a.self).ndim)
     sizes = [w.fixed(o.shape[axis]) for o in out]
     if None in sizes:
         raise w.refuse("splits the batch; split another axis")
     return w.ops("Split", len(out), w.tensor(a.self), w.ints([int(s or 0) for s in sizes]), axis=axis)
-
-
-def _unbind(w: Writer, a: Any, out: Any) -> list[str]:
-    axis = axis_of(a.dim, w.meta(a.self).ndim)
-    x = w.tensor(a.self)
-    return [w.op("Gather", x, w.constant(i, torch.int64), axis=axis) for i in range(len(out))]
 
 
 def _slice(w: Writer, a: Any, out: Any) -> str:
@@ -212,16 +191,6 @@ def _as_strided_scatter(w: Writer, a: Any, out: Any) -> str:
     return w.reshape(w.op("ScatterElements", flat, index, source, axis=0), out.shape)
 
 
-def _tri(upper: bool) -> Handler:
-    def made(w: Writer, a: Any, out: Any) -> str:
-        if out.dtype == torch.bool:
-            x = w.op("Trilu", w.tensor(a.self, torch.int64), w.constant(a.diagonal, torch.int64), upper=int(upper))
-            return w.op("Cast", x, to=TensorProto.BOOL)
-        return w.op("Trilu", w.tensor(a.self), w.constant(a.diagonal, torch.int64), upper=int(upper))
-
-    return made
-
-
 # --- indexing
 
 
@@ -295,7 +264,7 @@ def _counts_samples(w: Writer, index: Node, common: Sequence[Any]) -> bool:
         if index.target is aten.slice.Tensor and index.args[1:] != (0, 0, ALL):  # as in index[:, None]
             return False
         index = index.args[0]  # type: ignore[assignment]
-    return index.target is aten.arange.start_step and index.args[0] == 0 and index.args[2:] in ((), (1,))
+    return bool(index.target is aten.arange.start_step and index.args[0] == 0 and index.args[2:] in ((), (1,)))
 
 
 def _index(w: Writer, a: Any, out: Any) -> str:
@@ -317,6 +286,16 @@ def _index(w: Writer, a: Any, out: Any) -> str:
 
 
 def _index_put(w: Writer, a: Any, out: Any) -> str:
+    one = all(w.fixed(size) == 1 for size in w.meta(a.values).shape)
+    if (
+        one
+        and out.dtype != torch.bool
+        and w.meta(a.indices[0]).dtype == torch.bool
+        and not (a.accumulate or a.indices[1:])
+    ):
+        axes = range(w.meta(a.indices[0]).ndim, out.ndim)  # one value by a mask, as in y[y < 0] = 0
+        mask = w.op("Unsqueeze", w.tensor(a.indices[0]), w.ints(axes)) if axes else w.tensor(a.indices[0])
+        return w.op("Where", mask, w.tensor(a.values, out.dtype), w.tensor(a.self))
     named, rest, common = _places(w, out, a.indices)
     first, c = named[0], len(common)
     values_shape = [*out.shape[:first], *common, *out.shape[first + len(named) :]]
@@ -344,23 +323,15 @@ def _index_put(w: Writer, a: Any, out: Any) -> str:
 def moves() -> dict[str, Handler]:
     """The table of this module, by ATen name."""
     found: dict[str, Handler] = {}
-    found |= dict.fromkeys(("alias", "clone", "detach", "lift_fresh_copy", "contiguous", "lift_fresh"), _same)
-    found |= dict.fromkeys(("_to_copy", "to", "convert_element_type", "prims.convert_element_type"), _to)
-    found |= dict.fromkeys(("view", "reshape", "_unsafe_view", "_reshape_alias"), _view)
-    found |= dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor", "fill"), _full(None))
-    found |= dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), _full(0))
-    empty = ("empty", "empty_like", "new_empty", "empty_permuted", "empty_strided", "new_empty_strided")
-    found |= dict.fromkeys(empty, _full(0))
-    found |= dict.fromkeys(("ones", "ones_like", "new_ones"), _full(1))
-    found |= dict.fromkeys(("split_with_sizes", "split"), _split_sizes)
+    found |= dict.fromkeys(("alias", "clone", "lift_fresh"), _same)
+    found |= dict.fromkeys(("full", "full_like", "scalar_tensor"), _full(None))
+    found |= dict.fromkeys(("empty", "empty_permuted", "empty_strided", "new_empty_strided"), _full(0))
     found |= dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _scatter)
-    found |= dict.fromkeys(("index", "_unsafe_index"), _index)
-    found |= dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _index_put)
     found |= {
-        "permute": _permute, "transpose": _transpose, "t": _transpose, "unsqueeze": _unsqueeze, "squeeze": _squeeze,
-        "expand": _expand, "cat": _cat, "stack": _stack, "unbind": _unbind, "slice": _slice, "select": _select,
-        "flip": _flip, "repeat": _repeat, "constant_pad_nd": _pad, "arange": _arange, "tril": _tri(False),
-        "triu": _tri(True), "index_select": _index_select, "embedding": _embedding, "gather": _gather,
+        "_to_copy": _to, "view": _view, "permute": _permute, "unsqueeze": _unsqueeze, "squeeze": _squeeze,
+        "expand": _expand, "cat": _cat, "split_with_sizes": _split_sizes, "slice": _slice, "select": _select,
+        "flip": _flip, "repeat": _repeat, "constant_pad_nd": _pad, "arange": _arange, "index": _index,
+        "index_put": _index_put, "index_select": _index_select, "embedding": _embedding, "gather": _gather,
         "copy": _copied, "slice_scatter": _slice_scatter, "as_strided": _as_strided,
         "as_strided_scatter": _as_strided_scatter,
     }  # fmt: skip

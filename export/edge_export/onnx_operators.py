@@ -15,7 +15,7 @@ UNARY = {
     "abs": "Abs", "acos": "Acos", "acosh": "Acosh", "asin": "Asin", "asinh": "Asinh", "atan": "Atan",
     "atanh": "Atanh", "ceil": "Ceil", "cos": "Cos", "cosh": "Cosh", "erf": "Erf", "exp": "Exp", "floor": "Floor",
     "log": "Log", "neg": "Neg", "reciprocal": "Reciprocal", "relu": "Relu", "round": "Round", "sigmoid": "Sigmoid",
-    "sign": "Sign", "sgn": "Sign", "sin": "Sin", "sinh": "Sinh", "sqrt": "Sqrt", "tan": "Tan", "tanh": "Tanh",
+    "sign": "Sign", "sin": "Sin", "sinh": "Sinh", "sqrt": "Sqrt", "tan": "Tan", "tanh": "Tanh",
     "isnan": "IsNaN", "isinf": "IsInf", "logical_not": "Not", "bitwise_not": "Not",
 }  # fmt: skip
 BINARY = {"add": "Add", "sub": "Sub", "mul": "Mul", "maximum": "Max", "minimum": "Min", "pow": "Pow"}
@@ -59,13 +59,6 @@ def _binary(kind: str) -> Handler:
     return made
 
 
-def _rsub(w: Writer, a: Any, out: Any) -> str:
-    y = w.tensor(a.self, out.dtype)
-    if a.alpha != 1:
-        y = w.op("Mul", y, w.tensor(a.alpha, out.dtype))
-    return w.op("Sub", w.tensor(a.other, out.dtype), y)
-
-
 def _div(w: Writer, a: Any, out: Any) -> str:
     mode = getattr(a, "rounding_mode", None)
     if mode is None:
@@ -80,11 +73,6 @@ def _div(w: Writer, a: Any, out: Any) -> str:
         return w.op("Div", x, y)
     rest = w.op("Mod", x, y)  # has the divisor's sign
     return w.op("Div", w.op("Sub", x, rest), y)
-
-
-def _floor_divide(w: Writer, a: Any, out: Any) -> str:
-    a.rounding_mode = "floor"
-    return _div(w, a, out)
 
 
 def _remainder(w: Writer, a: Any, out: Any) -> str:
@@ -238,21 +226,16 @@ def _cumsum(w: Writer, a: Any, out: Any) -> str:
     return w.op("CumSum", w.tensor(a.self, out.dtype), w.constant(axis_of(a.dim, out.ndim), torch.int64))
 
 
-def _var(root: bool) -> Handler:
-    def made(w: Writer, a: Any, out: Any) -> str:
-        x, axes, keep = w.tensor(a.self), _axes(w, a), int(bool(a.keepdim))
-        centred = w.op("Sub", x, w.op("ReduceMean", x, w.ints(axes), keepdims=1))
-        total = w.op("ReduceSum", w.op("Mul", centred, centred), w.ints(axes), keepdims=keep)
-        count: Any = 1
-        for axis in axes:
-            count = count * w.meta(a.self).shape[axis]
-        correction = 1.0 if a.correction is None else float(a.correction)
-        divisor = w.op("Sub", w.tensor(count, torch.float32), w.constant(correction, torch.float32))
-        divisor = w.op("Max", divisor, w.constant(0.0, torch.float32))
-        found = w.op("Div", total, divisor)
-        return w.op("Sqrt", found) if root else found
-
-    return made
+def _var(w: Writer, a: Any, out: Any) -> str:
+    x, axes, keep = w.tensor(a.self), _axes(w, a), int(bool(a.keepdim))
+    centred = w.op("Sub", x, w.op("ReduceMean", x, w.ints(axes), keepdims=1))
+    total = w.op("ReduceSum", w.op("Mul", centred, centred), w.ints(axes), keepdims=keep)
+    count: Any = 1
+    for axis in axes:
+        count = count * w.meta(a.self).shape[axis]
+    correction = 1.0 if a.correction is None else float(a.correction)
+    divisor = w.op("Sub", w.tensor(count, torch.float32), w.constant(correction, torch.float32))
+    return w.op("Div", total, w.op("Max", divisor, w.constant(0.0, torch.float32)))
 
 
 def _softmax(kind: str) -> Handler:
@@ -287,16 +270,15 @@ def operators() -> dict[str, Handler]:
     found |= {name: _binary(kind) for name, kind in BINARY.items()}
     found |= {name: _compare(kind) for name, kind in COMPARE.items()}
     found |= {name: _logic(kind) for name, kind in (LOGIC | BITWISE).items()}
-    found |= dict.fromkeys(("clamp", "clamp_min", "clamp_max", "clip"), _clamp)
     found |= {
-        "ne": _ne, "rsub": _rsub, "div": _div, "floor_divide": _floor_divide, "remainder": _remainder, "fmod": _fmod,
+        "ne": _ne, "clamp": _clamp, "div": _div, "remainder": _remainder, "fmod": _fmod,
         "where": _where, "rsqrt": _rsqrt, "log2": _log_of(1 / math.log(2)), "log10": _log_of(1 / math.log(10)),
         "log1p": _log1p, "expm1": _expm1, "exp2": _exp2, "trunc": _trunc, "hardtanh": _hardtanh,
         "sum": _reduce("ReduceSum"), "mean": _reduce("ReduceMean"), "amax": _reduce("ReduceMax"),
         "amin": _reduce("ReduceMin"), "max": _reduce("ReduceMax"), "min": _reduce("ReduceMin"),
         "prod": _reduce("ReduceProd"), "any": _any_all("ReduceMax"), "all": _any_all("ReduceMin"),
         "max.dim": _extreme("Max"), "min.dim": _extreme("Min"), "argmax": _arg("ArgMax"), "argmin": _arg("ArgMin"),
-        "cumsum": _cumsum, "var": _var(False), "std": _var(True), "linalg_vector_norm": _norm,
+        "cumsum": _cumsum, "var": _var, "linalg_vector_norm": _norm,
         "_softmax": _softmax("Softmax"), "_log_softmax": _softmax("LogSoftmax"),
     }  # fmt: skip
     return found

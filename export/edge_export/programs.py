@@ -22,7 +22,7 @@ from edge_client import authored
 from edge_client.errors import ModelError
 from edge_export.draws import KEY, inputs, labels, moved
 from edge_export.dropout import Drops, repeatable
-from edge_export.modes import duplicate, in_evaluation, in_training, slow_paths
+from edge_export.modes import duplicate, in_training, slow_paths
 from edge_export.proof import DRAWS, Arrays, Best
 from edge_export.refusals import reason
 from edge_export.rewriting import Rewriting, distances
@@ -82,7 +82,7 @@ def torch_programs(module: nn.Module, example: Tensor, given: Collection[str], d
     try:
         return {
             TRAIN: _saved(_traceable(in_training(duplicate(module))), (example, *key), given),
-            EVAL: _saved(_traceable(in_evaluation(duplicate(module))), (example,), given),
+            EVAL: _saved(_traceable(duplicate(module).eval()), (example,), given),
         }
     except Exception as error:  # PyTorch raises many kinds of errors here
         raise ModelError(f"torch.export fails on the module: {reason(error)}; {_WITHOUT}") from error

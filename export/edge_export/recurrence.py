@@ -70,7 +70,7 @@ def _(
     return torch.empty_like(slopes), torch.empty_like(grad_cell), torch.empty_like(grad_cell)
 
 
-class _Recurrence(torch.autograd.Function):
+class _Lstm(torch.autograd.Function):
     """`_lstm` and its derivative; all steps at once except the recurrence itself."""
 
     @staticmethod
@@ -108,38 +108,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return made.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def lstm(
-    x: Tensor,
-    start: tuple[Tensor, Tensor],
-    weights: list[Tensor],
-    biased: bool,
-    layers: int,
-    dropout: float,
-    training: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`torch.lstm` on padded sequences: all states of the last layer, and each layer's last state and last cell."""
-    x = _time_first(x, batch_first)
-    ways, width = 2 if bidirectional else 1, 4 if biased else 2
-    hidden, cells = [], []
-    for layer in range(layers):
-        x = _between(x, layer, dropout, training)
-        made = []
-        for way in range(ways):
-            at = layer * ways + way
-            of_input, recurrent, *biases = weights[at * width : (at + 1) * width]
-            gates = linear(x, of_input, biases[0] + biases[1] if biased else None)
-            gates = gates.flip(0) if way else gates
-            done: tuple[Tensor, ...] = _Recurrence.apply(gates, recurrent, start[0][at], start[1][at])  # type: ignore[no-untyped-call]
-            states, cell, _ = done
-            hidden.append(states[-1])
-            cells.append(cell[-1])
-            made.append(states.flip(0) if way else states)
-        x = torch.cat(made, 2) if bidirectional else made[0]
-    return x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cells)
-
-
 def _time_first(x: Tensor, batch_first: bool) -> Tensor:
     """`x` as [t, n, f]. Raises ModelError where its time axis is that of the samples."""
     x = x.transpose(0, 1) if batch_first else x
@@ -153,17 +121,16 @@ def packed(*_: object) -> Any:
     raise ModelError("packed sequences are not exported; give recurrent layers padded ones [n, t, f]")
 
 
-def _between(x: Tensor, layer: int, dropout: float, training: bool) -> Tensor:
-    """The input of a layer: after the first, with dropout."""
-    return functional.dropout(x, dropout) if layer and training and dropout > 0 else x
+Run = Callable[..., tuple[Tensor, ...]]
+"""One layer in one direction: (x, input weight, recurrent weight, biases, *start) -> states, last of each state."""
 
 
-def _single_state(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`torch.gru` or `torch.rnn_*` out of `run`, one layer in one direction: (x, weights, biases, start) -> states."""
+def _stacked(run: Run, states: int) -> Callable[..., tuple[Tensor, ...]]:
+    """`torch.lstm` and its kin on padded sequences out of `run`, whose layers start from so many states."""
 
     def whole(
         x: Tensor,
-        start: Tensor,
+        start: Any,
         weights: list[Tensor],
         biased: bool,
         layers: int,
@@ -171,42 +138,58 @@ def _single_state(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Ten
         training: bool,
         bidirectional: bool,
         batch_first: bool,
-    ) -> tuple[Tensor, Tensor]:
-        x = _time_first(x, batch_first)
-        ways, width, ends = 2 if bidirectional else 1, 4 if biased else 2, []
+    ) -> tuple[Tensor, ...]:
+        x, starts = _time_first(x, batch_first), start if states == 2 else (start,)
+        ways, width = 2 if bidirectional else 1, 4 if biased else 2
+        ends: list[list[Tensor]] = []
         for layer in range(layers):
-            x = _between(x, layer, dropout, training)
+            if layer and training and dropout > 0:
+                x = functional.dropout(x, dropout)
             made = []
             for way in range(ways):
                 at = layer * ways + way
                 of_input, recurrent, *biases = weights[at * width : (at + 1) * width]
-                states = run(x.flip(0) if way else x, of_input, recurrent, biases, start[at])
-                ends.append(states[-1])
-                made.append(states.flip(0) if way else states)
+                own, *last = run(x.flip(0) if way else x, of_input, recurrent, biases, *(s[at] for s in starts))
+                made.append(own.flip(0) if way else own)
+                ends.append(last)
             x = torch.cat(made, 2) if bidirectional else made[0]
-        return x.transpose(0, 1) if batch_first else x, torch.stack(ends)
+        return x.transpose(0, 1) if batch_first else x, *(torch.stack(e) for e in zip(*ends, strict=True))
 
     return whole
 
 
-def _gru_states(x: Tensor, of_input: Tensor, recurrent: Tensor, biases: list[Tensor], start: Tensor) -> Tensor:
+def _lstm_layer(
+    x: Tensor, of_input: Tensor, recurrent: Tensor, biases: list[Tensor], hidden: Tensor, cell: Tensor
+) -> tuple[Tensor, ...]:
+    gates = linear(x, of_input, biases[0] + biases[1] if biases else None)
+    made: tuple[Tensor, ...] = _Lstm.apply(gates, recurrent, hidden, cell)  # type: ignore[no-untyped-call]
+    states, cells, _ = made
+    return states, states[-1], cells[-1]
+
+
+def _gru_layer(
+    x: Tensor, of_input: Tensor, recurrent: Tensor, biases: list[Tensor], start: Tensor
+) -> tuple[Tensor, ...]:
     own = biases or [x.new_zeros(len(of_input))] * 2
     made: tuple[Tensor, Tensor] = Gru.apply(linear(x, of_input, own[0]), recurrent, own[1], start)  # type: ignore[no-untyped-call]
-    return made[0]
+    return made[0], made[0][-1]
 
 
-def _rnn_states(relu: bool) -> Callable[..., Tensor]:
-    def states(x: Tensor, of_input: Tensor, recurrent: Tensor, biases: list[Tensor], start: Tensor) -> Tensor:
+def _rnn_layer(relu: bool) -> Run:
+    def layer(
+        x: Tensor, of_input: Tensor, recurrent: Tensor, biases: list[Tensor], start: Tensor
+    ) -> tuple[Tensor, ...]:
         share = linear(x, of_input, biases[0] + biases[1] if biases else None)
-        made: Tensor = Rnn.apply(share, recurrent, start, relu)  # type: ignore[no-untyped-call]
-        return made
+        states: Tensor = Rnn.apply(share, recurrent, start, relu)  # type: ignore[no-untyped-call]
+        return states, states[-1]
 
-    return states
+    return layer
 
 
-gru = _single_state(_gru_states)
-rnn_tanh = _single_state(_rnn_states(relu=False))
-rnn_relu = _single_state(_rnn_states(relu=True))
+lstm = _stacked(_lstm_layer, 2)
+gru = _stacked(_gru_layer, 1)
+rnn_tanh = _stacked(_rnn_layer(relu=False), 1)
+rnn_relu = _stacked(_rnn_layer(relu=True), 1)
 
 
 def lstm_cell(

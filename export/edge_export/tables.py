@@ -20,7 +20,7 @@ from edge_client.bundle import Init, Layer
 from edge_client.bundle import Tensor as Row
 from edge_client.errors import ModelError
 from edge_export.draws import buffers_by_step, probes, same_values
-from edge_export.modes import duplicate, in_evaluation, slow_paths
+from edge_export.modes import duplicate, slow_paths
 
 InitScheme = Literal["he", "torch", "sign"]
 """How a seed draws weights: `he` uniform in +-sqrt(6 / fan_in) with zero biases; `torch` PyTorch's default, uniform
@@ -117,7 +117,7 @@ def _rows(values: dict[str, Tensor], rules: dict[str, Init], trainable: Collecti
 
 
 def _layers(module: nn.Module, example: Tensor) -> tuple[Layer, ...]:
-    copy = in_evaluation(duplicate(module))
+    copy = duplicate(module).eval()
     names: dict[nn.Module, str] = {
         m: n
         for n, m in copy.named_modules()

@@ -17,12 +17,12 @@ from edge_export.recurrence_single import DOMAIN
 
 
 @torch.library.custom_op(f"{DOMAIN}::linear", mutates_args=())
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
 @_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -96,16 +96,10 @@ def _layers(run: Callable[..., tuple[Tensor, ...]], states: int, *settings: Any)
     return whole
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`functional.linear` as one operator."""
-    made: Tensor = _linear(x, weight, bias)
-    return made
-
-
 def table() -> dict[Any, Callable[..., Any]]:
     """The function that stands for each of PyTorch's."""
     return {
-        functional.linear: linear,
+        functional.linear: _linear,
         torch.lstm: _layers(_lstm_layer, 2),
         torch.gru: _layers(_gru_layer, 1),
         torch.rnn_tanh: _layers(_rnn_layer, 1, "Tanh"),

@@ -20,7 +20,7 @@ from edge_client.errors import ModelError
 from edge_client.targets import Target
 from edge_export.draws import KEY, Values, same_values
 from edge_export.dropout import Drops, repeatable
-from edge_export.modes import duplicate, in_evaluation, in_training, running
+from edge_export.modes import duplicate, in_training, running
 from edge_export.rewriting import Rewriting
 from edge_export.rounding import Rounding
 
@@ -54,7 +54,7 @@ class Witness:
 
     def copies(self) -> Copies:
         """Copies that have not run."""
-        return Copies(in_evaluation(duplicate(self.module)), in_training(duplicate(self.module)))
+        return Copies(duplicate(self.module).eval(), in_training(duplicate(self.module)))
 
     def step(
         self,

@@ -234,6 +234,14 @@ def _repeated(x: Tensor) -> Tensor:
     return x * rows.repeat(x.shape[0], 3).reshape(-1, 2, 6).sum(1) + rows[:1].repeat(x.shape[0], 3)
 
 
+def _set(x: Tensor) -> Tensor:
+    """One value where a mask of entries, or of whole rows, says so."""
+    y = x.clone()
+    y[x < -0.2] = 0.3
+    y[x[:, 0] > 0.4] = 0.0
+    return y
+
+
 def _own_place(x: Tensor) -> Tensor:
     """Two steps of each sample, which its own values choose."""
     chosen = (x[..., :2] > 0).sum(1).clamp(max=4)
@@ -399,6 +407,7 @@ CASES: dict[str, Case] = {
     "var_mean, std_mean": rows(_standard),
     "chunk, split, cat, stack, roll, flip": rows(_pieces),
     "repeated for each sample": rows(_repeated),
+    "one value by a mask": rows(_set),
     "a place in each sample": steps(_own_place, 16),
     "gather, index_select, indices": rows(_picked, features=11),
     "masked_fill, where, clamp": rows(_masked),
