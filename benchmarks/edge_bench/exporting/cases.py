@@ -234,6 +234,17 @@ def _repeated(x: Tensor) -> Tensor:
     return x * rows.repeat(x.shape[0], 3).reshape(-1, 2, 6).sum(1) + rows[:1].repeat(x.shape[0], 3)
 
 
+def _changed(x: Tensor) -> Tensor:
+    """Views and new tensors, changed in place, and a constant of forward's own."""
+    y = x * 2
+    y[:, 0] = 0
+    y += torch.tensor([1.0, 2, 3, 4, 5, 6])
+    w = y.new_zeros(y.shape)
+    w[:, ::2] += x[:, ::2]
+    w.transpose(0, 1)[1].mul_(3)
+    return y.add_(w, alpha=0.5)
+
+
 def _set(x: Tensor) -> Tensor:
     """One value where a mask of entries, or of whole rows, says so."""
     y = x.clone()
@@ -407,6 +418,7 @@ CASES: dict[str, Case] = {
     "var_mean, std_mean": rows(_standard),
     "chunk, split, cat, stack, roll, flip": rows(_pieces),
     "repeated for each sample": rows(_repeated),
+    "views changed in place": rows(_changed),
     "one value by a mask": rows(_set),
     "a place in each sample": steps(_own_place, 16),
     "gather, index_select, indices": rows(_picked, features=11),
