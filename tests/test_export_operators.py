@@ -490,6 +490,14 @@ def test_a_graph_whose_channels_crash_the_search_for_groups_is_refused_in_a_sent
         )
 
 
+@pytest.mark.parametrize("name", ["distances", "repeated for each sample"])
+def test_a_bundle_is_written_with_pytorch_s_programs_and_graphs_that_a_device_takes(name: str, tmp_path: Path) -> None:
+    """PyTorch chooses a kernel for distances by the number of samples; a device must know the size of every value."""
+    case = CASES[name]
+    bundle = export_bundle(case.make(), case.example(), tmp_path / "b", name="b", target=CLASSIFICATION)
+    assert {programs.TRAIN, programs.EVAL} <= bundle.manifest.parts.keys()
+
+
 def test_pytorchs_parts_are_proved_as_they_are_stored() -> None:
     def made(slope: float, drop: float = 0.5) -> nn.Module:
         torch.manual_seed(0)

@@ -237,7 +237,7 @@ def _places(w: Writer, x: Any, indices: Sequence[Any]) -> tuple[list[int], list[
     named = [k for k, index in enumerate(indices) if index is not None]
     metas = [w.meta(indices[k]) for k in named]
     if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
-        raise w.refuse("picks entries by a mask, so that a size depends on the data; use where or masked_fill")
+        raise w.refuse("picks entries by a mask, so that a size depends on the data; use where, masked_fill or places")
     if named != list(range(named[0], named[-1] + 1)):
         raise w.refuse("indexes axes that are not neighbours; index them one after the other")
     return named, [d for d in range(x.ndim) if d not in named], torch.broadcast_shapes(*(m.shape for m in metas))  # type: ignore[no-untyped-call]
