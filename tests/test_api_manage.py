@@ -364,9 +364,8 @@ def test_a_number_of_rounds_that_the_method_cannot_use_is_refused(tmp_path: Path
 
         with pytest.MonkeyPatch.context() as m:
             m.setattr(FedAvg, "start", start)
-            assert "2 rounds are too few" in refused(
-                await fleet.operator("PATCH", FED, json={"rounds": 2}), "bad-config"
-            )
+            said = refused(await fleet.operator("PATCH", FED, json={"rounds": 2}), "bad-config")
+            assert "2 rounds are too few; the method's settings are fixed, only the rounds can change" in said
 
     play(tmp_path, script)
 

@@ -67,7 +67,8 @@ class MethodState:
         try:
             await asyncio.to_thread(self.method.start, course)
         except ConfigError as error:
-            raise Refusal("bad-config", str(error)) from None
+            why = f"{error}; the method's settings are fixed, only the rounds can change"
+            raise Refusal("bad-config", why) from None
 
     async def _load(self) -> None:
         config = self._commits.config
