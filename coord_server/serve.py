@@ -249,6 +249,9 @@ def _settings(url: str, token_file: Path | None) -> str:
 
 def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
     """TLS with a certificate chain and its key, read before a data folder is made. Raises ConfigError."""
+    for path in (certificate, key):
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}; correct --certificate or --key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, key)

@@ -156,7 +156,7 @@ def test_a_round_that_opens_wakes_its_cohort_and_no_other_poll(tmp_path: Path, m
         async with served(tmp_path) as fleet:
             await fleet.federation(cohort=50, min_devices=500, start="manual", rounds=1)
             fed, looked = live(fleet), list[str]()
-            with fed._store.metadata.database.writing() as c:
+            with fed._store.metadata.database.writing("fed") as c:
                 c.execute(
                     insert(tables.devices),
                     [{"federation": "fed", "device": n, "credential": n, "enrolled_at": 0.0, "last_seen_at": 0.0}

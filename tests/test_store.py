@@ -352,7 +352,7 @@ def test_a_database_that_is_no_database_is_damaged(tmp_path: Path) -> None:
 @EACH
 def test_a_database_with_tables_of_another_version_or_program_is_refused_at_once(tmp_path: Path) -> None:
     data = database(tmp_path)
-    with data.database.writing() as c:
+    with data.database.writing("store") as c:
         c.exec_driver_sql("ALTER TABLE devices DROP COLUMN agent")
     data.close()
     with pytest.raises(StorageUnreachableError, match=r"cannot be used: .*agent"):
@@ -380,7 +380,7 @@ def test_a_writer_that_waits_too_long_for_another_is_unreachable(
 ) -> None:
     monkeypatch.setattr("coord_server.store.database.PATIENCE", 10)
     data, other = database(tmp_path), database(tmp_path)
-    with other.database.writing(), pytest.raises(StorageUnreachableError, match="lock"):
+    with other.database.writing("fed"), pytest.raises(StorageUnreachableError, match="lock"):
         data.commit("fed", 0, "x", [])
     assert data.commit("fed", 0, "s1", [])
 
@@ -487,7 +487,7 @@ def test_a_transaction_of_a_coordinator_that_fell_silent_ends_and_another_writes
 ) -> None:
     silent, other = Metadata(fresh), Metadata(fresh)
     monkeypatch.setattr("coord_server.store.database.SILENCE", 50)
-    writing = silent.database.writing()
+    writing = silent.database.writing("viewers")
     writing.__enter__()
     other.add_viewer("v", 1.0)
     with pytest.raises(StorageUnreachableError, match="idle-in-transaction"):
@@ -495,6 +495,20 @@ def test_a_transaction_of_a_coordinator_that_fell_silent_ends_and_another_writes
     silent.add_viewer("w", 1.0)
     assert set(other.viewers()) == {"v", "w"}
     for metadata in (silent, other):
+        metadata.close()
+
+
+def test_a_writer_to_one_federation_does_not_wait_for_a_writer_to_another_or_to_something_else(
+    fresh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Metadata(fresh), Metadata(fresh)
+    monkeypatch.setattr("coord_server.store.database.PATIENCE", 10)
+    with one.database.writing("fed"):
+        other.add_viewer("v", 1.0)
+        assert not other.commit("other", 0, "s", [])
+        with pytest.raises(StorageUnreachableError, match="lock timeout"):
+            other.commit("fed", 0, "s", [])
+    for metadata in (one, other):
         metadata.close()
 
 
@@ -554,6 +568,8 @@ def test_a_driver_that_lacks_its_library_says_so(tmp_path: Path, monkeypatch: py
         ("foo://host", "dialects:foo"),
         ("mysql+pymysql://h/x", "install this .*driver"),
         ("postgresql+asyncpg://h/x", "postgresql.asyncpg is an asynchronous driver"),
+        ("postgresql+pg8000://h/x", "pg8000 is not a driver whose errors are known here.*postgresql.psycopg:"),
+        ("postgresql://h/x", "psycopg2 is not a driver"),
         ("sqlite://", "in memory"),
         ("sqlite:///:memory:", "in memory"),
     ],
@@ -726,7 +742,7 @@ def test_a_database_without_the_marker_s_id_is_refused_also_when_nothing_was_sto
     with pytest.raises(StorageDamagedError, match="different coordinators"):
         open_store(tmp_path / "one")
     opened = Metadata(f"sqlite:///{tmp_path / 'one' / 'coordinator.db'}")
-    with opened.database.writing() as c:
+    with opened.database.writing("store") as c:
         c.exec_driver_sql("DELETE FROM store")
     opened.close()
     with pytest.raises(StorageDamagedError, match="its database is new"):

@@ -345,7 +345,7 @@ def test_an_update_costs_as_many_statements_among_many_members_as_among_few(
             await fleet.federation("a", "bb", "ccc", cohort=3, min_devices=3, presence_seconds=1e6)
             store = fleet.http._transport.app.state.coordinator.store  # type: ignore[attr-defined]
             names = [f"m{i:05}" for i in range(members)]
-            with store.metadata.database.writing() as c:
+            with store.metadata.database.writing("fed") as c:
                 c.execute(
                     insert(tables.devices),
                     [{"federation": "fed", "device": n, "credential": credential(n), "ready": True,

@@ -126,7 +126,7 @@ def _private(path: Path) -> None:
 def _match(folder: Path, metadata: Metadata) -> None:
     """Check that database and folder belong together; mark both when both are new. Raises StateError."""
     blobs = folder / BLOBS
-    with metadata.database.writing() as c:  # a second process that starts now waits here
+    with metadata.database.writing("store") as c:  # a second process that starts now waits here
         stored, (marked, new) = metadata.identify(c, None), _read(folder / MARKER)
         lost = not (blobs / "bundles").is_dir() if metadata.holds_bundles(c) else not blobs.is_dir()
         names = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set[str]()

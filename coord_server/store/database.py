@@ -1,7 +1,8 @@
 """One database behind a URL: its connections, its transactions, its errors. SQLite by default, PostgreSQL by URL.
 
-There is one writer at a time, of all processes: what a transaction that writes has read stays true until it has
-written. Which tables the database holds and what is asked of them is in `metadata`.
+A transaction that writes names what it writes to, such as a federation. One at a time writes to it, of all processes.
+So what the transaction has read of it does not change before it has written. Which tables the database holds and what
+is asked of them is in `metadata`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from edge_client.errors import ConfigError, StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 
 PATIENCE = 30_000  # milliseconds that a writer waits for the one before it
-SILENCE = 300_000  # milliseconds without a statement after which PostgreSQL ends a transaction
-# As SQLite's BEGIN IMMEDIATE. Without the second limit a coordinator that lost its power would keep the lock for hours.
-ALONE = (
-    "SELECT set_config('lock_timeout', '{}', true), set_config('idle_in_transaction_session_timeout', '{}', true), "
-    "pg_advisory_xact_lock(hashtext('maskfleet'))"
+SILENCE = (
+    300_000  # milliseconds without a statement after which PostgreSQL ends a transaction, and gives back its locks
 )
 # Whatever the server's defaults are. Under another isolation a writer would see what was there before it had waited.
 OPTIONS: Mapping[str, Any] = {
@@ -38,6 +36,8 @@ class Database:
             parsed = make_url(url)
             if parsed.get_dialect().is_async:
                 raise ArgumentError(f"{parsed.drivername} is an asynchronous driver")
+            if parsed.get_backend_name() == "postgresql" and parsed.get_driver_name() != "psycopg":
+                raise ArgumentError(f"{parsed.get_driver_name()} is not a driver whose errors are known here")
             self.engine = create_engine(parsed, **OPTIONS.get(parsed.get_backend_name(), {}))
         except (ArgumentError, ValueError) as error:
             raise ConfigError(f"--database: {error}; give a URL like postgresql+psycopg://USER@HOST/NAME") from None
@@ -53,7 +53,7 @@ class Database:
             self._check_encoding()
 
     def _check_encoding(self) -> None:
-        with self._connected(writes=False) as c:
+        with self._connected() as c:
             found = c.exec_driver_sql("SHOW server_encoding").scalar_one()
         if found != "UTF8":
             raise ConfigError(
@@ -65,26 +65,32 @@ class Database:
         """Close the connections."""
         self.engine.dispose()
 
-    def writing(self) -> AbstractContextManager[Connection]:
-        """One transaction that writes, as a context manager that gives the Connection."""
-        return self._connected(writes=True)
+    def writing(self, name: str, *more: str) -> AbstractContextManager[Connection]:
+        """One transaction that writes to what is named, as a context manager that gives the Connection.
+
+        Several names are in one order everywhere, so that no two writers wait for each other.
+        """
+        return self._connected(name, *more)
 
     def all(self, query: Select[Any]) -> Sequence[Any]:
         """Every row of a query, in a transaction of its own."""
-        with self._connected(writes=False) as c:
+        with self._connected() as c:
             return c.execute(query).all()
 
     def first(self, query: Select[Any], named: Mapping[str, Any] | None = None) -> Any:
         """The first row, None without one; `named` are the values of the query's parameters."""
-        with self._connected(writes=False) as c:
+        with self._connected() as c:
             return c.execute(query, named).first()
 
     @contextmanager
-    def _connected(self, writes: bool) -> Iterator[Connection]:
+    def _connected(self, *written: str) -> Iterator[Connection]:
         try:
-            with self.engine.connect().execution_options(writes=writes) as c, c.begin():
-                if writes and self._postgresql:
-                    c.exec_driver_sql(ALONE.format(PATIENCE, SILENCE))
+            with self.engine.connect().execution_options(writes=bool(written)) as c, c.begin():
+                if written and self._postgresql:
+                    limits = {"lock_timeout": PATIENCE, "idle_in_transaction_session_timeout": SILENCE}
+                    calls = [f"set_config('{name}', '{ms}', true)" for name, ms in limits.items()]
+                    calls += ["pg_advisory_xact_lock(hashtext(%s))"] * len(written)
+                    c.exec_driver_sql(f"SELECT {', '.join(calls)}", written)
                 yield c
         except (DBAPIError, PoolTimeout) as error:
             raise _kind(error) from None
@@ -107,7 +113,7 @@ def _prepare_sqlite(engine: Engine) -> None:
 
 def _kind(error: DBAPIError | PoolTimeout) -> StateError:
     """The database's error as the StateError of its kind."""
-    found = error.orig if isinstance(error, DBAPIError) else error
+    found = error.orig if isinstance(error, DBAPIError) else error.args[0]  # without SQLAlchemy's link to its pages
     said = getattr(getattr(found, "diag", None), "message_primary", None) or str(found)  # without PostgreSQL's details
     reason, state = " ".join(said.split()), getattr(found, "sqlstate", None) or ""  # libpq writes several lines
     words = ("malformed", "not a database", "corrupt")

@@ -37,6 +37,7 @@ from edge_client.methods import Influence
 from edge_client.protocol.messages import MAX_ROUNDS
 from edge_client.protocol.operator import DeviceState
 
+BUNDLES = "bundles"  # what a transaction that writes to bundles names; one that writes to a federation names its id
 Enrolment = Literal["new", "again", "removed", "name-taken", "credential-taken", "spent"]
 
 # Built once: building a statement costs more than running it.
@@ -73,7 +74,7 @@ class Metadata:
     def __init__(self, url: str | URL) -> None:
         """Connect, and create the tables that are missing. Raises ConfigError as `Database` does."""
         self.database = Database(url)
-        with self.database.writing() as c:
+        with self.database.writing("store") as c:
             METADATA.create_all(c)
             for table in METADATA.sorted_tables:  # those that were there may be of another program or version
                 c.execute(select(table).limit(0))
@@ -101,7 +102,7 @@ class Metadata:
         The argument of `store` is whether blobs of a deleted bundle are left. It runs within the transaction, so that
         no sweep of the deleted one runs beside it.
         """
-        with self.database.writing() as c:
+        with self.database.writing(BUNDLES) as c:
             left = c.execute(delete(deleted).where(deleted.c.what == f"bundles/{digest}")).rowcount > 0
             store(left)
             if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
@@ -127,7 +128,7 @@ class Metadata:
 
     def delete_bundle(self, digest: str) -> list[str] | None:
         """Delete a bundle that no federation uses; else those that do, None when there is no such bundle."""
-        with self.database.writing() as c:
+        with self.database.writing(BUNDLES) as c:
             used = list(c.scalars(select(federations.c.id).where(federations.c.bundle == digest)))
             if used:
                 return used
@@ -142,7 +143,7 @@ class Metadata:
 
     def sweep_bundle(self, digest: str, drop: Callable[[], None]) -> None:
         """Drop the blobs of a deleted bundle, unless it was added again."""
-        with self.database.writing() as c:
+        with self.database.writing(BUNDLES) as c:
             if c.execute(delete(deleted).where(deleted.c.what == f"bundles/{digest}")).rowcount == 1:
                 drop()
 
@@ -161,7 +162,7 @@ class Metadata:
         self, id_: str, config: str, bundle: str, state: str, values: Content, now: float, first: int = 0
     ) -> Literal["added", "taken", "no-bundle"]:
         """Store a new federation; `config` and `state` are JSON. Nothing when its id is taken or its bundle is gone."""
-        with self.database.writing() as c:
+        with self.database.writing(BUNDLES, id_) as c:
             if c.execute(select(federations.c.id).where(federations.c.id == id_)).first() is not None:
                 return "taken"
             if c.execute(select(deleted.c.what).where(deleted.c.what == id_, deleted.c.version >= first)).first():
@@ -175,7 +176,7 @@ class Metadata:
 
     def delete_federation(self, federation: str, version: int) -> bool:
         """Delete a federation that no process could load; False, and nothing, when it has another version."""
-        with self.database.writing() as c:
+        with self.database.writing(federation) as c:
             this = (federations.c.id == federation, federations.c.version == version)
             if c.execute(select(federations.c.id).where(*this)).first() is None:
                 return False
@@ -213,7 +214,7 @@ class Metadata:
 
     def commit(self, federation: str, version: int, state: str, rows: Sequence[Callable[[Rows], Any]]) -> bool:
         """Write `state` and `rows` over `version`; False, and nothing, when another commit was first."""
-        with self.database.writing() as c:
+        with self.database.writing(federation) as c:
             named = {"b_id": federation, "b_version": version, "b_state": state}
             if c.execute(_SAVE_STATE, named).rowcount != 1:
                 return False
@@ -225,7 +226,7 @@ class Metadata:
 
     def add_viewer(self, token: str, expires_at: float) -> None:
         """Store a viewer's token by its SHA-256."""
-        with self.database.writing() as c:
+        with self.database.writing("viewers") as c:
             c.execute(insert(viewers).values(token=token, expires_at=expires_at))
 
     def viewers(self) -> dict[str, float]:
@@ -234,14 +235,14 @@ class Metadata:
 
     def remove_viewer(self, id_: str) -> bool:
         """Revoke the viewer's token whose SHA-256 begins with `id_`; False when there is none."""
-        with self.database.writing() as c:
+        with self.database.writing("viewers") as c:
             return c.execute(delete(viewers).where(viewers.c.token.startswith(id_, autoescape=True))).rowcount > 0
 
     # --- tokens and devices
 
     def add_token(self, token: str, federation: str, uses: int, expires_at: float) -> None:
         """Store a join token by its SHA-256. Raises Refusal when its federation was deleted."""
-        with self.database.writing() as c:
+        with self.database.writing(federation) as c:
             if c.execute(_HEAD, {"b_id": federation}).first() is None:
                 raise Refusal("not-found", f"federation {federation!r} was deleted")
             c.execute(insert(tokens).values(token=token, federation=federation, uses_left=uses, expires_at=expires_at))
@@ -254,7 +255,7 @@ class Metadata:
 
     def remove_token(self, federation: str, id_: str) -> bool:
         """Revoke the join token whose SHA-256 begins with `id_`; False when there is none."""
-        with self.database.writing() as c:
+        with self.database.writing(federation) as c:
             mine = (tokens.c.federation == federation, tokens.c.token.startswith(id_, autoescape=True))
             return c.execute(delete(tokens).where(*mine)).rowcount > 0
 
@@ -267,7 +268,7 @@ class Metadata:
 
         The same device again is harmless: a lost answer loses nothing.
         """
-        with self.database.writing() as c:
+        with self.database.writing(federation) as c:
             mine = c.execute(select(devices).where(*of(devices, federation, device))).first()
             if mine is not None:
                 same: Enrolment = "again" if mine.credential == credential else "name-taken"
@@ -321,7 +322,7 @@ class Metadata:
              **{f"b_{name}": s.messages.get(name, 0) for name in MESSAGES}}
             for device, s in seen.items()
         ]  # fmt: skip
-        with self.database.writing() as c:
+        with self.database.writing(federation) as c:
             c.execute(_SAVE_SEEN, rows)
 
     def last_down(self, federation: str) -> dict[str, str]:

@@ -27,9 +27,7 @@ DOWN = ("enrol", "work", "receipt", "bundle")
 """Kinds of messages that are no payloads, each with a column of its bytes: `up_enrol`, `down_work`, ..."""
 MESSAGES = (*(f"up_{kind}" for kind in UP), *(f"down_{kind}" for kind in DOWN))
 
-# Of a federation or device, or a SHA-256. In the order of bytes, which cursors count on: the order of a language, which
-# PostgreSQL has by default, places "~" before letters.
-NAME = String(64).with_variant(String(64, collation="C"), "postgresql")
+NAME = String(64)  # of a federation or device, or a SHA-256
 
 
 def _key(name: str, kind: Any = NAME) -> Column[Any]:
