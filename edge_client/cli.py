@@ -110,9 +110,10 @@ def join(
         say.close()
     if result.report is not None:
         r = result.report
+        where = "" if result.personal is None else f"; model in {result.personal}"
         print(
             f"score {r.score:.3f} on {r.test_samples} test samples; "
-            f"{r.parameters_dense} -> {r.parameters_compact} parameters; model in {result.personal}"
+            f"{r.parameters_dense} -> {r.parameters_compact} parameters{where}"
         )
         if r.uncompacted is not None:
             print(f"maskfleet: the model is the masked dense one, not compacted: {r.uncompacted}", file=sys.stderr)

@@ -57,13 +57,6 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     assert len(coordinator.requests) == before
 
 
-def test_a_finished_device_makes_its_model_again_where_it_is_not_there(tmp_path: Path) -> None:
-    coordinator, elsewhere = Coordinator(rounds=1), tmp_path / "mine.onnx"
-    first = device(tmp_path, coordinator).run()
-    assert device(tmp_path, coordinator, out=elsewhere).run().report == first.report
-    assert elsewhere.read_bytes() == (tmp_path / "personal.onnx").read_bytes()
-
-
 def test_an_update_that_is_acknowledged_with_another_digest_stays_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +261,15 @@ def test_data_that_fits_no_model_is_refused_before_a_token_is_used_up(
     with pytest.raises(DataError, match=said):
         device(tmp_path / "state", coordinator, data=path).run()
     assert coordinator.requests == []
+
+
+def test_a_finished_device_says_when_its_model_is_not_there_any_more(tmp_path: Path) -> None:
+    coordinator, said = Coordinator(rounds=1), list[str]()
+    assert device(tmp_path, coordinator).run().personal == tmp_path / "personal.onnx"
+    (tmp_path / "personal.onnx").rename(tmp_path / "mine.onnx")
+    result = device(tmp_path, coordinator).run(on_event=lambda event: said.append(event.text))
+    assert (result.ended, result.personal) == ("finished", None)
+    assert said == [f"the federation was finished before; {tmp_path / 'personal.onnx'} is not there any more"]
 
 
 def test_a_finished_device_does_not_read_its_data_again(tmp_path: Path) -> None:

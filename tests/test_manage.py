@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from coord_server.http import pages
 from coord_server.operator import manage
 from coord_server.operator.client import Operator
 from edge_client.errors import ConfigError, ServerError, UnreachableError
+from edge_client.link.transport import Transient, Transport
 from edge_client.protocol.messages import FederationConfig
 from edge_client.protocol.operator import TokenRequest
 
@@ -150,7 +152,12 @@ def test_an_address_that_redirects_is_named_and_gets_no_token(monkeypatch: pytes
         operator.health()
 
 
-def test_on_its_own_machine_an_operator_asks_no_proxy_and_trusts_the_given_certificate(
+def asked_by_device(url: str) -> None:
+    with closing(Transport(url)) as transport, transport.send("GET", "/v1/health", {}):
+        pass
+
+
+def test_on_its_own_machine_no_proxy_is_asked_and_the_given_certificate_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pem = Path(__file__).parent / "loopback.pem"  # certificate and key of the tests alone
@@ -165,5 +172,7 @@ def test_on_its_own_machine_an_operator_asks_no_proxy_and_trusts_the_given_certi
             untrusted = pytest.raises(UnreachableError, match="set SSL_CERT_FILE to a certificate to trust")
             with Operator(f"https://127.0.0.1:{here.port}", OPERATOR) as operator, untrusted:
                 await asyncio.to_thread(operator.health)
+            with pytest.raises(Transient, match="set SSL_CERT_FILE to a certificate to trust"):
+                await asyncio.to_thread(asked_by_device, f"https://127.0.0.1:{here.port}")
 
     asyncio.run(main())

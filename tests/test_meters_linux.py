@@ -408,7 +408,7 @@ def test_hwmon_power_is_summed_over_rails_or_taken_from_the_whole_boards(tmp_pat
 def test_an_average_over_seconds_is_no_power(tmp_path: Path) -> None:
     write(tmp_path / hwmon.CLASS / "hwmon0/name", "power_meter")
     write(tmp_path / hwmon.CLASS / "hwmon0/power1_average", 11_000_000)
-    with pytest.raises(MeterError, match="power_meter has no power"):
+    with pytest.raises(MeterError, match="power_meter has no power but an average over some time"):
         hwmon.find_hwmon({}, tmp_path)
 
 
@@ -420,6 +420,9 @@ def test_a_power_supplys_input_is_taken_alone_and_its_outputs_are_not_added(tmp_
         write(folder / f"power{n}_input", watts * 1_000_000)
     trace = recorded(hwmon.find_hwmon({}, tmp_path), VirtualClock(5.0))
     assert joules(trace, 1, 4).watts == pytest.approx(10.0)
+    write(folder / "power3_label", "pin2")
+    trace = recorded(hwmon.find_hwmon({}, tmp_path), VirtualClock(5.0))
+    assert joules(trace, 1, 4).watts == pytest.approx(13.0)
 
 
 @pytest.mark.parametrize("labels", [True, False])

@@ -30,7 +30,7 @@ from edge_client.measure.latency import FEWEST, Times, in_turns, summary
 from edge_client.measure.macs import macs
 from edge_client.measure.meters import Choice
 
-FORMAT = 1
+FORMAT = 2
 REST = 1.0  # seconds of rest on each side of a block whose energy is measured
 FEWEST_ROUNDS = 3  # of training, however long they take
 LEAVE = 2.0  # seconds in which a meter leaves its device as it was, after a block that failed

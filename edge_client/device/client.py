@@ -177,9 +177,11 @@ class _Run:
         identity = self.journal.identity(client.token, client.device, client.secret)
         self.remote.transport.credential = identity.credential
         report = self.journal.done()
-        if report is not None and client.model.is_file():
-            self.say(Event("done", f"the federation was finished before; the model is {client.model}"))
-            return Result(identity.device, 0, "finished", report, client.model)
+        if report is not None:
+            there = client.model.is_file()
+            where = f"the model is {client.model}" if there else f"{client.model} is not there any more"
+            self.say(Event("done", f"the federation was finished before; {where}"))
+            return Result(identity.device, 0, "finished", report, client.model if there else None)
         done = int(self._resume(identity))
         session = self._begin(identity)
         receipt: Receipt | None = None

@@ -1,9 +1,10 @@
 """Power sensors that Linux shows as files: `/sys/class/hwmon`, and the rails of a Jetson.
 
 A sensor has rails. A rail is `powerN_input` (microwatts), or `currN_input` (mA) times `inN_input` (mV), by number or by
-equal labels. A rail whose label is the whole board's, or a power supply's input, is taken alone: the others are parts
-of it. Older Jetson systems show their INA3221 as `in_powerN_input` (milliwatts) in `/sys/bus/i2c/drivers/ina3221x`. A
-`powerN_average` is no rail: it is of the last second or more, and a block of load has three.
+equal labels. A rail whose label is the whole board's is taken alone, as are the inputs of a power supply: the others
+are parts of it. Older Jetson systems show their INA3221 as `in_powerN_input` (milliwatts) in
+`/sys/bus/i2c/drivers/ina3221x`. A `powerN_average` is no rail: it is of the last second or more, and a block of load
+has three.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from edge_client.measure.polling import Polled
 
 CLASS = "sys/class/hwmon"
 JETSON_NEW, JETSON_OLD = "sys/bus/i2c/drivers/ina3221", "sys/bus/i2c/drivers/ina3221x"
-WHOLE = re.compile(r"VDD_IN|POM_5V_IN|total|system|PSYS|SOCKET|board|^pin", re.IGNORECASE)
+WHOLE = re.compile(r"VDD_IN|POM_5V_IN|total|system|PSYS|SOCKET|board", re.IGNORECASE)
 BY_NAME = {
     re.compile(r"^(BAT|battery|ucsi|AC)", re.IGNORECASE): "a battery or charger",
     re.compile(r"^(amdgpu|radeon|nouveau|nvidia|xe|i915)", re.IGNORECASE): "a graphics card",
@@ -98,9 +99,10 @@ def _index(file: Path) -> str:
 
 
 def _counted(every: list[Rail]) -> list[Rail]:
-    """The rails that are added: that of the whole where there is one."""
+    """The rails that are added: that of the whole where there is one, or every input of a power supply."""
     whole = [rail for rail in every if WHOLE.search(rail.label)]
-    return whole[:1] or every
+    inputs = [rail for rail in every if re.match("pin", rail.label)]
+    return whole[:1] or inputs or every
 
 
 def _usable(every: list[Rail]) -> str:
@@ -136,7 +138,8 @@ def find_hwmon(options: Options, root: Path = Path("/")) -> Meter:
         if kind is not None:
             why = f"{name} is {kind}: ask for it with --meter hwmon:name={name}"
         else:
-            why = _usable(every) if every else f"{name} has no power"
+            average = " but an average over some time" if list(place.glob("power*_average")) else ""
+            why = _usable(every) if every else f"{name} has no power{average}"
         if not why:
             return _meter("hwmon", f"{folder.name} ({name})", every)
         said.append(why)

@@ -56,6 +56,8 @@ class ExecuTorchTrainer(Engine):
         return [*_arrays(m.parameters, parameters), *_arrays(m.buffers, buffers)]
 
     def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any], key: int = 0) -> Gradient:
+        if self.manifest.draws:
+            raise ConfigError("train.pte holds no dropout; train this bundle with the backend onnxruntime or torch")
         program, most = self._train
         if len(x) > most:
             raise ConfigError(
