@@ -569,7 +569,6 @@ def test_a_driver_that_lacks_its_library_says_so(tmp_path: Path, monkeypatch: py
         ("mysql+pymysql://h/x", "install this .*driver"),
         ("postgresql+asyncpg://h/x", "postgresql.asyncpg is an asynchronous driver"),
         ("postgresql+pg8000://h/x", "pg8000 is not a driver whose errors are known here.*postgresql.psycopg:"),
-        ("postgresql://h/x", "psycopg2 is not a driver"),
         ("sqlite://", "in memory"),
         ("sqlite:///:memory:", "in memory"),
     ],
