@@ -496,6 +496,8 @@ def test_a_bundle_is_written_with_pytorch_s_programs_and_graphs_that_a_device_ta
     case = CASES[name]
     bundle = export_bundle(case.make(), case.example(), tmp_path / "b", name="b", target=CLASSIFICATION)
     assert {programs.TRAIN, programs.EVAL} <= bundle.manifest.parts.keys()
+    for part in (programs.TRAIN, programs.EVAL):
+        assert b"/edge_export/" not in bundle.part(part).read_bytes(), "it names files of the author's machine"
 
 
 def test_pytorchs_parts_are_proved_as_they_are_stored() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from edge_client import authored
 from edge_client.errors import ModelError
@@ -125,6 +125,9 @@ def _saved(module: nn.Module, inputs: tuple[Tensor, ...], given: Collection[str]
         for name, tensor in program.state_dict.items():
             if name in given or name in aliases:  # one stored zero; the flat vectors give the values
                 tensor.data = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        for part in program.graph_module.modules():
+            for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+                node.meta.pop("stack_trace", None)  # it names files of the author's machine
         program.example_inputs = None
         torch.export.save(program, file)
     return file.getvalue()
