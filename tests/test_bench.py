@@ -834,6 +834,16 @@ def test_a_phone_that_hides_its_load_reports_none(phone: Path) -> None:
     assert measure.warnings({"machine": {}, "before": hidden, "after": hidden, "rows": []}) == []
 
 
+def test_the_tensors_beside_a_model_come_onto_the_phone_with_it(phone: Path, tmp_path: Path) -> None:
+    bundle = small(tmp_path / "b")
+    source = variants.Source(bundle, random_personal(bundle, 1, 0.5, 1.0), np.zeros((4, 12), np.float32))
+    (dense, *_), _ = variants.made(source, tmp_path, EXACT)
+    settings = {"save_as_external_data": True, "location": "m.data", "size_threshold": 0}
+    onnx.save_model(onnx.load(dense.file), phone / "m.onnx", **settings)
+    android.push(connect("PIXEL8"), [phone / "executor_runner"], [variants.Variant("m", phone / "m.onnx")])
+    assert (phone / "phone" / "m.data").read_bytes() == (phone / "m.data").read_bytes()
+
+
 def test_two_files_of_one_name_are_refused_on_a_phone(phone: Path) -> None:
     twins = [variants.Variant(name, phone / name / "personal.pte") for name in ("old", "new")]
     with pytest.raises(ConfigError, match=r"old/personal\.pte have one name"):

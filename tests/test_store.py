@@ -598,6 +598,7 @@ def test_a_database_that_does_not_answer_is_one_sentence_with_what_to_do(
     [
         ("53100", StorageFullError),
         ("XX001", StorageDamagedError),
+        ("XX002", StorageDamagedError),
         ("XX000", StorageUnreachableError),
         ("57P01", StorageUnreachableError),
     ],
