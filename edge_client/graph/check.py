@@ -4,7 +4,7 @@ A device runs graphs that its coordinator sends. They may compute, and nothing e
 through external data, and only operators of ONNX itself run, without loops, branches and chance. What a graph takes is
 bounded by its file and by a device's own samples: every tensor's size is inferred for one large batch and has a limit,
 stored tensors are no larger than the file, and a `Scan`, which `edge_export` writes for recurrent layers, has at most
-as many steps as a sample has values.
+as many steps as a sample has values, and a few more.
 
 Inference itself could be made to take any memory or time, so it runs in a process of its own, with limits on both.
 """
@@ -31,6 +31,7 @@ NODES_MOST = 20_000
 BATCH = 512  # samples, as many as a device runs at a time; smaller batches make smaller tensors
 ELEMENTS_MOST = 1 << 31  # of a tensor for such a batch
 CHECK_MEMORY, CHECK_SECONDS = 1 << 29, 60  # of the process that checks
+STEPS_MORE = 16  # of a Scan than a sample has values: a network may put ids of its own beside those of a sample
 REFUSED = re.compile("Constant|If|Loop|SequenceMap|Random.*|Bernoulli|Multinomial")
 MOVES = ("Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # no larger than their input
 
@@ -76,7 +77,7 @@ def check_file(path: Path, sample: tuple[int, ...]) -> None:
                 dims.add().dim_value = size
         elif value.name == "y" and dims:
             dims[0].dim_value = BATCH
-    _check_sizes(infer_shapes(model, data_prop=True).graph, {}, prod(sample))
+    _check_sizes(infer_shapes(model, data_prop=True).graph, {}, prod(sample) + STEPS_MORE)
 
 
 def _check_nodes(graph: GraphProto, scans: bool) -> list[GraphProto]:
