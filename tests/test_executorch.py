@@ -71,6 +71,17 @@ def test_logits_come_in_pieces_and_a_batch_that_is_too_large_to_train_on_is_refu
         ours.gradient(start.parameters, start.buffers, x, y)
 
 
+def test_the_largest_batch_may_be_smaller_than_most_programs_have(tmp_path: Path) -> None:
+    shutil.copytree(exported("mlp").bundle.folder, tmp_path / "b")
+    small = add_parts(Bundle.open(tmp_path / "b"), most=2)
+    start, (x, y) = small.model(), batch(small, 3)
+    ours, truth = open_trainer("executorch", small), open_trainer("onnxruntime", small)
+    found, due = (t.gradient(start.parameters, start.buffers, x[:2], y[:2]).parameters for t in (ours, truth))
+    np.testing.assert_allclose(found, due, atol=1e-6)
+    with pytest.raises(ConfigError, match=r"a batch of 3 samples is more than the 2 that train\.pte runs"):
+        ours.gradient(start.parameters, start.buffers, x, y)
+
+
 def test_a_part_that_is_no_program_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     folder = tmp_path / "b"
     shutil.copytree(bundle.folder, folder)
@@ -126,14 +137,19 @@ def test_the_proof_sees_a_small_gradient_a_thousandth_off_and_no_rounding(monkey
         factors[name] = 1.0
 
 
-def test_the_proof_sees_a_program_that_reads_no_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = exported("mlp").bundle
+@pytest.mark.parametrize("unread", ["x", "y"])
+def test_the_proof_sees_a_program_that_reads_no_ids_or_no_labels(
+    unread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(), torch.nn.Linear(20, 3))
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    small = export_bundle(module, ids, tmp_path / "b", name="b", target={"kind": "classification"}, torch_part=False)
     inputs, outputs = parts.train_names(small.manifest)
     session = open_onnx(small.part("train.onnx"))
 
     def program(*values: np.ndarray) -> list[np.ndarray]:
         given = dict(zip(inputs, values, strict=True))
-        return session.run(outputs, {**given, "y": np.zeros_like(given["y"])})
+        return session.run(outputs, {**given, unread: np.zeros_like(given[unread])})
 
     monkeypatch.setattr("edge_client.runtimes.executorch.open_pte", lambda *_, **__: program)
     with pytest.raises(ModelError, match=r"train\.pte gives another loss than train.onnx for 33 samples"):

@@ -43,7 +43,7 @@ def export(
     executorch: Annotated[
         bool, typer.Option("--executorch", help="Add train.pte and eval.pte, which the ExecuTorch backend needs.")
     ] = False,
-    executorch_batch: Annotated[int, typer.Option(min=1, help="The most samples of a batch they run.")] = 64,
+    executorch_batch: Annotated[int, typer.Option(min=2, help="The most samples of a batch they run.")] = 64,
 ) -> None:
     """Export a PyTorch model as a bundle that devices train without PyTorch."""
     try:

@@ -75,7 +75,7 @@ def add_parts(bundle: Bundle, *, most: int = MOST, progress: Callable[[str], Non
         program = Graph(model, *names)
         data = lower(
             program,
-            _example(bundle, names[0]),
+            _example(bundle, names[0], min(TRACED, most)),
             [i for i, name in enumerate(names[0]) if name in ("x", "y")],
             most=most,
             delegate="products",
@@ -92,9 +92,9 @@ def add_parts(bundle: Bundle, *, most: int = MOST, progress: Callable[[str], Non
     return Bundle.open(bundle.folder)
 
 
-def _example(bundle: Bundle, names: list[str]) -> tuple[Tensor, ...]:
-    """Inputs of the right shapes to trace with."""
-    known = _feed(bundle, TRACED)
+def _example(bundle: Bundle, names: list[str], n: int) -> tuple[Tensor, ...]:
+    """Inputs of the right shapes to trace with, for `n` samples."""
+    known = _feed(bundle, n)
     missing = [name for name in names if name not in known]
     if missing:
         raise ModelError(f"the graph reads {missing}, which the bundle does not have; export the bundle again")
