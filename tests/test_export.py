@@ -261,6 +261,12 @@ def test_what_cannot_be_a_bundle_is_refused_with_a_reason(
     assert not (tmp_path / "b").exists()
 
 
+def test_a_target_of_an_unknown_kind_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    for target in ({"kind": "ranking"}, {"classes": 3}):
+        with pytest.raises(ModelError, match=rf"no target {target.get('kind')!r} here, only \['classification', "):
+            export_bundle(nn.Linear(4, 3), torch.zeros(2, 4), tmp_path / "b", name="b", target=target)
+
+
 def test_a_seed_for_a_layer_that_no_rule_draws_is_refused_with_how_to_go_on(tmp_path: Path) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
