@@ -115,6 +115,11 @@ def test_buffers_of_other_floats_become_float32_where_that_changes_no_value(dtyp
         proved_graphs(Scaled(torch.full((5,), 0.1, dtype=torch.float64)), torch.zeros(2, 5), CLASSIFICATION)
 
 
+def test_a_slice_of_all_samples_is_no_operator() -> None:
+    made = proved_graphs(Odd(lambda _, y: y[: y.shape[0]]), torch.zeros(2, 5), CLASSIFICATION)
+    assert [node.op_type for node in made.evaluation.graph.node] == ["Gemm", "Gemm"]
+
+
 def test_names_of_the_graphs_own_get_a_prefix() -> None:
     made = proved_graphs(Unused(), torch.zeros(2, 5), CLASSIFICATION)
     names = [r.name for r in made.tables.parameters]
@@ -350,6 +355,18 @@ def _moving(module: Any, y: Tensor) -> Tensor:
     return y + module.e.clamp(min=0)
 
 
+def _half_set(module: Any, y: Tensor) -> Tensor:
+    both = torch.cat([y, -y])
+    both[: y.shape[0]] = y.tanh()
+    return both[: y.shape[0]] - both[y.shape[0] :]
+
+
+def _columns_set(module: Any, y: Tensor) -> Tensor:
+    made = y.clone()
+    made[:, module.e] = 0.0
+    return made
+
+
 def _beside(values: Tensor) -> nn.Module:
     made = nn.Linear(5, 3)
     made.table = nn.Parameter(values, requires_grad=False)
@@ -436,8 +453,15 @@ REFUSED = {
     "packed sequences": (
         Case(lambda: Sequences(Packed(5, 4, batch_first=True), 4), (6,), 11).make(),
         "module 'layer': packed sequences are not exported; give .* padded ones"),
-    "parts of a batch": (
-        Odd(lambda m, y: torch.cat([y, -y])[y.shape[0] :]), "own forward: operator 'slice' takes as .*; for parts of"),
+    "a part of a batch set": (Odd(_half_set), "own forward: operator 'slice_scatter' replaces a part of the batch; wr"),
+    "columns by a mask": (
+        Odd(_columns_set, e=torch.arange(6) < 2), "'index_put' picks entries by a mask.*, or index by numbers"),
+    "rows of one column by a mask": (
+        Odd(lambda _, y: y.clone().index_put((y[:, 0] < 0, torch.tensor(2)), y.new_tensor(0.5))), "entries by a mask"),
+    "rows by a mask": (
+        Odd(lambda m, y: y.clone().index_put((y[:, 0] < 0,), m.e), e=torch.arange(6.0)), "picks entries by a mask"),
+    "a value added by a mask": (
+        Odd(lambda _, y: y.clone().index_put((y < 0,), y.new_tensor(0.5), accumulate=True)), "picks entries by a mask"),
     "samples as time": (
         Case(lambda: Sequences(nn.GRU(5, 4), 4), (6,), 11).make(),
         "module 'layer': a recurrent layer runs over the samples.*; set batch_first=True"),
@@ -490,7 +514,16 @@ def test_a_graph_whose_channels_crash_the_search_for_groups_is_refused_in_a_sent
         )
 
 
-@pytest.mark.parametrize("name", ["distances", "repeated for each sample"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "distances",
+        "repeated for each sample",
+        "two samples of one",
+        "places in other samples",
+        "gru after an id of its own",
+    ],
+)
 def test_a_bundle_is_written_with_pytorch_s_programs_and_graphs_that_a_device_takes(name: str, tmp_path: Path) -> None:
     """PyTorch chooses a kernel for distances by the number of samples; a device must know the size of every value."""
     case = CASES[name]

@@ -66,15 +66,13 @@ def _split_sizes(w: Writer, a: Any, out: Any) -> list[str]:
 
 
 def _slice(w: Writer, a: Any, out: Any) -> str:
-    rank = out.ndim
-    start, end = w.fixed(a.start or 0), w.fixed(ALL if a.end is None else a.end)
-    if start is None or end is None:
-        raise w.refuse("takes as many entries as the batch has samples; for parts of a batch, call the layer for each")
-    if start == 0 and end == ALL and a.step == 1:
+    axis = axis_of(a.dim, out.ndim)
+    if tuple(w.meta(a.self).shape) == tuple(out.shape):
         return w.op("Identity", w.tensor(a.self))
-    return w.op(
-        "Slice", w.tensor(a.self), w.ints([start]), w.ints([end]), w.ints([axis_of(a.dim, rank)]), w.ints([a.step])
-    )
+    start, end = w.fixed(a.start or 0), w.fixed(ALL if a.end is None else a.end)
+    if start is None or end is None:  # shape inference finds the size of a Gather, not of such a Slice
+        return w.op("Gather", w.tensor(a.self), _counted(w, out.shape[axis], a.start or 0, a.step), axis=axis)
+    return w.op("Slice", w.tensor(a.self), w.ints([start]), w.ints([end]), w.ints([axis]), w.ints([a.step]))
 
 
 def _select(w: Writer, a: Any, out: Any) -> str:
@@ -110,11 +108,29 @@ def _repeat(w: Writer, a: Any, out: Any) -> str:
 
 def _pad(w: Writer, a: Any, out: Any) -> str:
     rest = [0] * (out.ndim - len(a.pad) // 2)
-    widths = w.shape([*rest, *a.pad[-2::-2], *rest, *a.pad[::-2]])  # PyTorch has the last axis first
+    before, after = [*rest, *a.pad[-2::-2]], [*rest, *a.pad[::-2]]  # PyTorch has the last axis first
+    if any(w.fixed(width) is None for width in (*before, *after)):
+        return _grown(w, a, before, after)
+    widths = w.shape([*before, *after])
     if out.dtype == torch.bool:
         made = w.op("Pad", w.tensor(a.self, torch.int32), widths, w.constant(int(a.value), torch.int32))
         return w.op("Cast", made, to=TensorProto.BOOL)
     return w.op("Pad", w.tensor(a.self), widths, w.constant(a.value, out.dtype))
+
+
+def _grown(w: Writer, a: Any, before: Sequence[Any], after: Sequence[Any]) -> str:
+    """`constant_pad_nd` whose widths depend on the batch: shape inference finds the size of a Concat, not of a Pad."""
+    x, made = w.meta(a.self), w.tensor(a.self)
+    sizes, value = list(x.shape), w.constant(a.value, x.dtype)
+    for axis, (low, high) in enumerate(zip(before, after, strict=True)):
+        parts = [
+            made if width is None else w.op("Expand", value, w.shape([*sizes[:axis], width, *sizes[axis + 1 :]]))
+            for width in (low, None, high)
+            if width is None or w.fixed(width) != 0
+        ]
+        made = w.op("Concat", *parts, axis=axis) if len(parts) > 1 else made
+        sizes[axis] = sizes[axis] + w.meta(low) + w.meta(high)
+    return made
 
 
 def _full(value: float | None) -> Handler:
@@ -139,10 +155,14 @@ def _arange(w: Writer, a: Any, out: Any) -> str:
         first, each = (float(w.meta(v)) for v in (start, step))
         values = torch.arange(size, dtype=torch.float64) * each + first
         return w.op("Identity", w.constant(values.to(out.dtype)))
-    # Counted by a running sum: shape inference finds its size.
-    ones = w.op("Expand", w.constant(step, out.dtype), w.shape(out.shape))
-    counted = w.op("CumSum", ones, w.constant(0, torch.int64), exclusive=1)
-    return w.op("Add", counted, w.tensor(start, out.dtype))
+    return _counted(w, out.shape[0], start, step, out.dtype)
+
+
+def _counted(w: Writer, count: Any, start: Any = 0, step: Any = 1, dtype: torch.dtype = torch.int64) -> str:
+    """`count` numbers from `start`, `step` apart, by a running sum: shape inference finds its size."""
+    steps = w.op("Expand", w.constant(step, dtype), w.shape([count]))
+    summed = w.op("CumSum", steps, w.constant(0, torch.int64), exclusive=1)
+    return w.op("Add", summed, w.tensor(start, dtype))
 
 
 def _copied(w: Writer, a: Any, out: Any) -> str:
@@ -171,11 +191,8 @@ def _flat_places(w: Writer, size: Sequence[Any], stride: Sequence[Any], offset: 
     for axis, (n, step) in enumerate(zip(size, stride, strict=True)):
         line = [1] * len(size)
         line[axis] = -1
-        if w.fixed(n) is not None:
-            at = w.ints(range(int(w.fixed(n) or 0)))
-        else:
-            ones = w.op("Expand", w.ints([1]), w.size(n))
-            at = w.op("CumSum", ones, w.constant(0, torch.int64), exclusive=1)
+        fixed = w.fixed(n)
+        at = _counted(w, n) if fixed is None else w.ints(range(fixed))
         total = w.op("Add", total, w.op("Reshape", w.op("Mul", at, w.size(step)), w.ints(line)))
     return total
 
@@ -237,7 +254,9 @@ def _places(w: Writer, x: Any, indices: Sequence[Any]) -> tuple[list[int], list[
     named = [k for k, index in enumerate(indices) if index is not None]
     metas = [w.meta(indices[k]) for k in named]
     if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
-        raise w.refuse("picks entries by a mask, so that a size depends on the data; use where, masked_fill or places")
+        raise w.refuse(
+            "picks entries by a mask, so that a size depends on the data; use where or masked_fill, or index by numbers"
+        )
     if named != list(range(named[0], named[-1] + 1)):
         raise w.refuse("indexes axes that are not neighbours; index them one after the other")
     return named, [d for d in range(x.ndim) if d not in named], torch.broadcast_shapes(*(m.shape for m in metas))  # type: ignore[no-untyped-call]
@@ -254,23 +273,23 @@ def _joined(w: Writer, indices: Sequence[Any], named: Sequence[int], common: Seq
     return parts[0] if len(parts) == 1 else w.op("Concat", *parts, axis=rank)
 
 
-def _counts_samples(w: Writer, index: Node, common: Sequence[Any]) -> bool:
-    """Whether `index` is ``torch.arange(n)``, along the first axis of the index tensors' `common` shape."""
+def _counts_samples(w: Writer, x: Any, index: Node, common: Sequence[Any]) -> bool:
+    """Whether `index` is ``torch.arange(n)``, along the first axis of `x` and of the index tensors' `common` shape."""
     shape = w.meta(index).shape
     if len(shape) != len(common) or w.fixed(shape[0]) is not None or any(w.fixed(size) != 1 for size in shape[1:]):
         return False
     aten = torch.ops.aten
     while index.target in (aten.unsqueeze.default, aten.view.default, aten.slice.Tensor):
-        if index.target is aten.slice.Tensor and index.args[1:] != (0, 0, ALL):  # as in index[:, None]
-            return False
         index = index.args[0]  # type: ignore[assignment]
-    return bool(index.target is aten.arange.start_step and index.args[0] == 0 and index.args[2:] in ((), (1,)))
+    # A part of a longer one that is as long as `x`, and lies in `x`, counts all of `x` too.
+    counts = index.target is aten.arange.start_step and index.args[0] == 0 and index.args[2:] in ((), (1,))
+    return bool(counts and shape[0] == x.shape[0])
 
 
 def _index(w: Writer, a: Any, out: Any) -> str:
     x = w.meta(a.self)
     named, rest, common = _places(w, x, a.indices)
-    if named[0] == 0 and len(named) > 1 and _counts_samples(w, a.indices[0], common):
+    if named[0] == 0 and len(named) > 1 and _counts_samples(w, x, a.indices[0], common):
         # Each sample's own entries: as a place in the batch the number of a sample would tie samples together.
         return w.op("GatherND", w.tensor(a.self), _joined(w, a.indices, named[1:], common), batch_dims=1)
     if len(named) == 1:
@@ -286,16 +305,12 @@ def _index(w: Writer, a: Any, out: Any) -> str:
 
 
 def _index_put(w: Writer, a: Any, out: Any) -> str:
-    one = all(w.fixed(size) == 1 for size in w.meta(a.values).shape)
-    if (
-        one
-        and out.dtype != torch.bool
-        and w.meta(a.indices[0]).dtype == torch.bool
-        and not (a.accumulate or a.indices[1:])
-    ):
-        axes = range(w.meta(a.indices[0]).ndim, out.ndim)  # one value by a mask, as in y[y < 0] = 0
-        mask = w.op("Unsqueeze", w.tensor(a.indices[0]), w.ints(axes)) if axes else w.tensor(a.indices[0])
-        return w.op("Where", mask, w.tensor(a.values, out.dtype), w.tensor(a.self))
+    mask, one = a.indices[0], all(w.fixed(size) == 1 for size in w.meta(a.values).shape)
+    masked = len(a.indices) == 1 and w.meta(mask).dtype == torch.bool
+    if masked and one and not a.accumulate and out.dtype != torch.bool:  # as in y[y < 0] = 0
+        axes = range(w.meta(mask).ndim, out.ndim)
+        name = w.op("Unsqueeze", w.tensor(mask), w.ints(axes)) if axes else w.tensor(mask)
+        return w.op("Where", name, w.tensor(a.values, out.dtype), w.tensor(a.self))
     named, rest, common = _places(w, out, a.indices)
     first, c = named[0], len(common)
     values_shape = [*out.shape[:first], *common, *out.shape[first + len(named) :]]

@@ -86,14 +86,9 @@ def _fmod(w: Writer, a: Any, out: Any) -> str:
     return w.op("Mod", w.tensor(a.self, out.dtype), w.tensor(a.other, out.dtype), fmod=1)
 
 
-def _number(value: Any) -> Any:
-    """`value`, or for a size any number of its kind."""
-    return 1 if isinstance(value, torch.SymInt) else 1.0 if isinstance(value, torch.SymFloat) else value
-
-
 def _compare(kind: str) -> Handler:
     def made(w: Writer, a: Any, out: Any) -> str:
-        common = torch.result_type(*map(_number, map(w.meta, (a.self, a.other))))
+        common = torch.result_type(w.meta(a.self), w.meta(a.other))
         if common == torch.bool and kind != "Equal":
             common = torch.int32
         return w.op(kind, w.tensor(a.self, common), w.tensor(a.other, common))

@@ -205,6 +205,14 @@ class Sequences(nn.Module):
         return logits
 
 
+class Begun(Sequences):
+    """The same, of sequences that begin with an id of the network's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of [n, t]."""
+        return super().forward(torch.cat([torch.full((x.shape[0], 1), 10), x], 1))
+
+
 def sequences(make: Callable[[], nn.Module], width: int) -> Case:
     """A recurrent layer on six steps of width 5."""
     return Case(lambda: Sequences(make(), width), (6,), 11)
@@ -246,10 +254,13 @@ def _changed(x: Tensor) -> Tensor:
 
 
 def _set(x: Tensor) -> Tensor:
-    """One value where a mask of entries, or of whole rows, says so."""
-    y = x.clone()
+    """One value where a mask of entries, or of whole rows, says so, and in columns by number."""
+    y, z = x.clone(), torch.zeros_like(x)
     y[x < -0.2] = 0.3
     y[x[:, 0] > 0.4] = 0.0
+    y[:, [0, 2]] = 0.5
+    z[:, torch.tensor([0, 3])] = 1
+    y.view(-1, 2, 3)[:, :, [0, 2]] += z.view(-1, 2, 3)[:, :, [0, 2]]
     return y
 
 
@@ -257,6 +268,21 @@ def _own_place(x: Tensor) -> Tensor:
     """Two steps of each sample, which its own values choose."""
     chosen = (x[..., :2] > 0).sum(1).clamp(max=4)
     return x[torch.arange(x.shape[0])[:, None], chosen]
+
+
+def _others_places(x: Tensor) -> Tensor:
+    """The same of the sample before, of the samples in another order, and of the first half of more samples."""
+    chosen, n = (x[..., :2] > 0).sum(1).clamp(max=4), x.shape[0]
+    made = x[torch.arange(-1, n - 1)[:, None], chosen] - x[torch.arange(0, -n, -1)[:, None], chosen]
+    return made + torch.cat([x * 2, x])[torch.arange(n)[:, None], chosen]
+
+
+def _pair(x: Tensor, layer: nn.Module) -> Tensor:
+    """Both halves of a sample as two samples, less what the first sample has."""
+    n = x.shape[0]
+    y = layer(torch.cat([x[:n, :3], x[:, 3:]]))
+    made: Tensor = (y[:n] - y[-n:]).abs() - y[:1] + torch.arange(3 * n)[n : 2 * n, None] * 0.1
+    return made
 
 
 def _picked(x: Tensor) -> Tensor:
@@ -392,6 +418,7 @@ CASES: dict[str, Case] = {
     "gru": sequences(lambda: nn.GRU(5, 4, batch_first=True), 4),
     "gru of two layers, both ways": sequences(lambda: nn.GRU(5, 4, 2, bidirectional=True, batch_first=True), 8),
     "gru without biases": sequences(lambda: nn.GRU(5, 4, batch_first=True, bias=False), 4),
+    "gru after an id of its own": Case(lambda: Begun(nn.GRU(5, 4, batch_first=True), 4), (6,), 11),
     "rnn": sequences(lambda: nn.RNN(5, 4, batch_first=True), 4),
     "rnn with relu": sequences(lambda: nn.RNN(5, 4, nonlinearity="relu", batch_first=True), 4),
     "embedding": Case(lambda: nn.Sequential(nn.Embedding(9, 4, 0), nn.Flatten(), nn.Linear(20, 3)), (5,), 9),
@@ -419,8 +446,10 @@ CASES: dict[str, Case] = {
     "chunk, split, cat, stack, roll, flip": rows(_pieces),
     "repeated for each sample": rows(_repeated),
     "views changed in place": rows(_changed),
-    "one value by a mask": rows(_set),
+    "one value by a mask, or by numbers": rows(_set),
     "a place in each sample": steps(_own_place, 16),
+    "places in other samples": steps(_others_places, 16),
+    "two samples of one": rows(_pair, nn.Linear(3, 6)),
     "gather, index_select, indices": rows(_picked, features=11),
     "masked_fill, where, clamp": rows(_masked),
     "numbers": rows(_numbers),
