@@ -249,13 +249,14 @@ def _settings(url: str, token_file: Path | None) -> str:
 
 def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
     """TLS with a certificate chain and its key, read before a data folder is made. Raises ConfigError."""
-    for path in (certificate, key):
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}; correct --certificate or --key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
+        for path in (certificate, key):
+            path.stat()  # whose error names the file
         context.load_cert_chain(certificate, key)
     except OSError as error:
+        if error.filename is not None:
+            raise ConfigError(f"{error.filename}: {error.strerror}; correct --certificate or --key") from None
         why = error.strerror
         if isinstance(error, ssl.SSLError):  # its strerror has OpenSSL's file and line
             why = (error.reason or "no certificate or no key in it").replace("_", " ").lower()

@@ -269,7 +269,9 @@ def test_a_finished_device_says_when_its_model_is_not_there_any_more(tmp_path: P
     (tmp_path / "personal.onnx").rename(tmp_path / "mine.onnx")
     result = device(tmp_path, coordinator).run(on_event=lambda event: said.append(event.text))
     assert (result.ended, result.personal) == ("finished", None)
-    assert said == [f"the federation was finished before; {tmp_path / 'personal.onnx'} is not there any more"]
+    model, end = tmp_path / "personal.onnx", tmp_path / "done.json"
+    again = f"{model} is not there; to have it made, remove {end} and join again"
+    assert said == [f"the federation was finished before; {again}"]
 
 
 def test_a_finished_device_does_not_read_its_data_again(tmp_path: Path) -> None:

@@ -71,6 +71,13 @@ def test_logits_come_in_pieces_and_a_batch_that_is_too_large_to_train_on_is_refu
         ours.gradient(start.parameters, start.buffers, x, y)
 
 
+def test_a_bundle_with_dropout_is_not_trained_without_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, ours = bundle.model(), open_trainer("executorch", bundle)
+    monkeypatch.setattr(ours, "manifest", bundle.manifest.model_copy(update={"draws": True}))
+    with pytest.raises(ConfigError, match="holds no dropout"):
+        ours.gradient(start.parameters, start.buffers, *batch(bundle, 2))
+
+
 def test_the_largest_batch_may_be_smaller_than_most_programs_have(tmp_path: Path) -> None:
     shutil.copytree(exported("mlp").bundle.folder, tmp_path / "b")
     small = add_parts(Bundle.open(tmp_path / "b"), most=2)

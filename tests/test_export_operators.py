@@ -393,6 +393,10 @@ REFUSED = {
     "a value": (Odd(lambda _, y: y if y.sum() > 0 else -y), "reads a tensor's values in Python"),
     "item": (Odd(lambda _, y: y * y.max().item()), "a tensor's value as a Python number; keep it a tensor"),
     "selection": (Odd(lambda _, y: y[y[:, 0] > -1e9]), "picks entries by a mask.*use where"),
+    "padded batch": (
+        Odd(lambda _, y: functional.pad(y, (0, 0, 0, y.shape[0])).reshape(2, -1, 6).sum(0)),
+        "has a width .*use torch.cat",
+    ),
     "randomness": (Odd(lambda _, y: y + torch.randn_like(y)), "forward: operator 'randn_like'.*torch.nn.Dropout"),
     "probabilities": (nn.Sequential(nn.Linear(5, 3), nn.Softmax(1)), "and the loss takes a softmax itself; return the"),
     "clamped probabilities": (

@@ -420,7 +420,7 @@ def test_a_power_supplys_input_is_taken_alone_and_its_outputs_are_not_added(tmp_
         write(folder / f"power{n}_input", watts * 1_000_000)
     trace = recorded(hwmon.find_hwmon({}, tmp_path), VirtualClock(5.0))
     assert joules(trace, 1, 4).watts == pytest.approx(10.0)
-    write(folder / "power3_label", "pin2")
+    write(folder / "power3_label", "Pin2")
     trace = recorded(hwmon.find_hwmon({}, tmp_path), VirtualClock(5.0))
     assert joules(trace, 1, 4).watts == pytest.approx(13.0)
 

@@ -139,7 +139,7 @@ def test_without_options_the_defaults_are_those_of_the_help(
     [
         (["--log-level", "loud"], "choose debug, info"),
         (["--certificate", str(PEM)], "both --certificate and --key"),
-        (["--certificate", "none.pem", "--key", str(PEM)], "there is no file none.pem"),
+        (["--certificate", "none.pem", "--key", str(PEM)], "none.pem: No such file or directory; correct"),
     ],
 )
 def test_options_that_do_not_fit_are_named(tmp_path: Path, given: list[str], said: str) -> None:

@@ -18,9 +18,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from edge_client.errors import ConfigError, StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 
 PATIENCE = 30_000  # milliseconds that a writer waits for the one before it
-SILENCE = (
-    300_000  # milliseconds without a statement after which PostgreSQL ends a transaction, and gives back its locks
-)
+SILENCE = 300_000  # milliseconds without a statement after which PostgreSQL ends a transaction, and with it its locks
 # Whatever the server's defaults are. Under another isolation a writer would see what was there before it had waited.
 OPTIONS: Mapping[str, Any] = {
     "postgresql": {"isolation_level": "READ COMMITTED", "connect_args": {"client_encoding": "utf8"}}
@@ -36,8 +34,8 @@ class Database:
             parsed = make_url(url)
             if parsed.get_dialect().is_async:
                 raise ArgumentError(f"{parsed.drivername} is an asynchronous driver")
-            if parsed.get_backend_name() == "postgresql" and parsed.get_driver_name() != "psycopg":
-                raise ArgumentError(f"{parsed.get_driver_name()} is not a driver whose errors are known here")
+            if parsed.get_backend_name() != "sqlite" and parsed.get_driver_name() != "psycopg":
+                raise ArgumentError(f"{parsed.drivername} is neither SQLite nor PostgreSQL through psycopg")
             self.engine = create_engine(parsed, **OPTIONS.get(parsed.get_backend_name(), {}))
         except (ArgumentError, ValueError) as error:
             raise ConfigError(f"--database: {error}; give a URL like postgresql+psycopg://USER@HOST/NAME") from None

@@ -178,8 +178,9 @@ class _Run:
         self.remote.transport.credential = identity.credential
         report = self.journal.done()
         if report is not None:
-            there = client.model.is_file()
-            where = f"the model is {client.model}" if there else f"{client.model} is not there any more"
+            there, end = client.model.is_file(), self.journal.folder / "done.json"
+            again = f"{client.model} is not there; to have it made, remove {end} and join again"
+            where = f"the model is {client.model}" if there else again
             self.say(Event("done", f"the federation was finished before; {where}"))
             return Result(identity.device, 0, "finished", report, client.model if there else None)
         done = int(self._resume(identity))

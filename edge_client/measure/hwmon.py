@@ -101,7 +101,7 @@ def _index(file: Path) -> str:
 def _counted(every: list[Rail]) -> list[Rail]:
     """The rails that are added: that of the whole where there is one, or every input of a power supply."""
     whole = [rail for rail in every if WHOLE.search(rail.label)]
-    inputs = [rail for rail in every if re.match("pin", rail.label)]
+    inputs = [rail for rail in every if re.match("pin", rail.label, re.IGNORECASE)]
     return whole[:1] or inputs or every
 
 

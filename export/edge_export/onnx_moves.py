@@ -110,12 +110,19 @@ def _pad(w: Writer, a: Any, out: Any) -> str:
     rest = [0] * (out.ndim - len(a.pad) // 2)
     before, after = [*rest, *a.pad[-2::-2]], [*rest, *a.pad[::-2]]  # PyTorch has the last axis first
     if any(w.fixed(width) is None for width in (*before, *after)):
+        if any(_now(w.meta(width)) < 0 for width in (*before, *after)):
+            raise w.refuse("has a width that depends on the batch, whose gradient has no form here; use torch.cat")
         return _grown(w, a, before, after)
     widths = w.shape([*before, *after])
     if out.dtype == torch.bool:
         made = w.op("Pad", w.tensor(a.self, torch.int32), widths, w.constant(int(a.value), torch.int32))
         return w.op("Cast", made, to=TensorProto.BOOL)
     return w.op("Pad", w.tensor(a.self), widths, w.constant(a.value, out.dtype))
+
+
+def _now(size: Any) -> int:
+    """A size in the batch that was traced."""
+    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
 
 
 def _grown(w: Writer, a: Any, before: Sequence[Any], after: Sequence[Any]) -> str:
