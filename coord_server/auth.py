@@ -15,6 +15,7 @@ from pathlib import Path
 
 from edge_client.errors import ConfigError, StateError
 from edge_client.files import write_whole
+from edge_client.protocol.patterns import TOKEN_DIGITS
 
 OPERATOR_ENV = "MASKFLEET_OPERATOR_TOKEN"
 OPERATOR_FILE = "operator-token"
@@ -34,8 +35,8 @@ def hashed(secret: str) -> str:
 
 
 def token_id(digest: str) -> str:
-    """The name of a token in lists: the first 16 digits of its SHA-256, which reveal nothing of it."""
-    return digest[:16]
+    """The name of a token in lists: the first digits of its SHA-256, which reveal nothing of it."""
+    return digest[:TOKEN_DIGITS]
 
 
 def same(left: str, right: str) -> bool:

@@ -36,6 +36,7 @@ from coord_server.store.values import Content
 from edge_client.methods import Influence
 from edge_client.protocol.messages import MAX_ROUNDS
 from edge_client.protocol.operator import DeviceState
+from edge_client.protocol.patterns import TOKEN_DIGITS
 
 BUNDLES = "bundles"  # what a transaction that writes to bundles names; one that writes to a federation names its id
 Enrolment = Literal["new", "again", "removed", "name-taken", "credential-taken", "spent"]
@@ -249,7 +250,7 @@ class Metadata:
 
     def tokens(self, federation: str, after: str, limit: int) -> Sequence[Any]:
         """`token`, `uses_left` and `expires_at` of a federation's join tokens, by id beyond the id `after`."""
-        id_ = func.substr(tokens.c.token, 1, 16)  # ids alone are compared: a language may sort "aa" behind "ag"
+        id_ = func.substr(tokens.c.token, 1, TOKEN_DIGITS)  # the id alone: a language may sort "aa" behind "ag"
         query = select(tokens).where(tokens.c.federation == federation, id_ > after).order_by(id_)
         return self.database.all(query.limit(limit))
 

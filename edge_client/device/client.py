@@ -27,7 +27,7 @@ from edge_client.align import Align
 from edge_client.bundle import digest
 from edge_client.data import DeviceData, read
 from edge_client.device.exchange import OVER, UNFIT, Exchange
-from edge_client.device.journal import Identity, Journal, Pending, Secret
+from edge_client.device.journal import END, Identity, Journal, Pending, Secret
 from edge_client.device.local import Outcome, choose_model, failure_of, run_round
 from edge_client.device.session import Session, enrol, open_session, try_out
 from edge_client.errors import (
@@ -178,7 +178,7 @@ class _Run:
         self.remote.transport.credential = identity.credential
         report = self.journal.done()
         if report is not None:
-            there, end = client.model.is_file(), self.journal.folder / "done.json"
+            there, end = client.model.is_file(), self.journal.folder / END
             again = f"{client.model} is not there; to have it made, remove {end} and join again"
             where = f"the model is {client.model}" if there else again
             self.say(Event("done", f"the federation was finished before; {where}"))

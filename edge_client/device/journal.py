@@ -41,6 +41,7 @@ from edge_client.protocol.payload import FILE_HEADER_BYTES, Arrays, Payload, dec
 
 log = logging.getLogger("maskfleet")
 
+END = "done.json"
 LINE_MOST = 4096  # bytes of a round's first line
 KEPT_ROUNDS = 2  # the last one, and the one before it for a round that is run again
 
@@ -257,11 +258,11 @@ class Journal:
 
     def done(self) -> Report | None:
         """The report the coordinator has accepted, None before the end."""
-        return self._read("done.json", Report)
+        return self._read(END, Report)
 
     def finish(self, report: Report) -> None:
         """Store the report that the coordinator has accepted."""
-        write_whole(self.folder / "done.json", report.model_dump_json(indent=1).encode())
+        write_whole(self.folder / END, report.model_dump_json(indent=1).encode())
 
     def _read(self, name: str, kind: type[M]) -> M | None:
         path = self.folder / name
