@@ -20,7 +20,7 @@ from edge_client.methods.lattice import method as method_module
 from edge_client.methods.lattice import settings as settings_module
 from edge_client.methods.lattice.delivery import CHANGE
 from edge_client.methods.lattice.grid import MIDDLE, closeness, dither, rms, spans, spread, steps, trainable
-from edge_client.methods.lattice.method import MOVES, Lattice
+from edge_client.methods.lattice.method import LEAST, MOVES, Lattice
 from edge_client.methods.lattice.train import Plan, train
 from edge_client.methods.lattice.wire import up_head
 from edge_client.protocol.payload import Payload
@@ -107,6 +107,31 @@ def test_a_round_of_large_or_of_small_devices_is_their_weighted_mean_and_no_more
     due = -0.1 * np.average(trainer.directions[["abc".index(d) for d in cohort]], axis=0,
                             weights=[len(data[d].y) for d in cohort])  # fmt: skip
     assert total @ due / runs / (due @ due) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.usefixtures("uncoded")
+def test_a_round_of_devices_far_below_the_mean_samples_moves_less_and_does_not_multiply_their_noise() -> None:
+    trainer = pull()
+    change = -0.1 * trainer.directions[0]
+
+    def moved(small: int, large: int) -> tuple[float, float]:
+        """The mean change and its noise in rounds that only the small device reports, in changes of that device."""
+        data, runs = {"a": samples(0, small), "b": samples(1, large), "c": samples(2, large)}, []
+        for seed in range(150):
+            method = Lattice(epochs=1, quantum=1, lr=0.1, batch=1024, server_momentum=0.0)
+            fleet = LatticeFleet(method, data, seed=seed, trainer=trainer)
+            fleet.play(*"abc")
+            before = fleet.due()
+            fleet.play("a")
+            runs.append(fleet.due() - before)
+        mean = np.mean(runs, axis=0)
+        noise = np.linalg.norm(runs - mean, axis=1).mean()
+        return float(mean @ change / (change @ change)), float(noise / np.linalg.norm(change))
+
+    (equal, usual), (least, noise) = moved(8, 8), moved(8, 800)
+    assert equal == pytest.approx(1, abs=0.1)
+    assert least == pytest.approx(8 / (536 * LEAST), abs=0.05)
+    assert noise < usual
 
 
 @pytest.mark.usefixtures("uncoded")

@@ -15,11 +15,12 @@ step for each tensor, the federation's cohort K.
   It keeps nothing of the rounding. A device with 16 times the mean samples or more has a higher level
   (`extra_levels`).
 - **Server.** ``M = 2**level * (K * mean samples / samples of the round) * sum of m``. The factor is 1 for K devices of
-  the mean samples. In the first round ``samples / mean samples * own step / step * m`` stands for m. By Nesterov's
-  momentum b ``V <- b * V + M`` and ``R += M + b * V``; b is how much M and V agree (`averaging.accelerated`). With
-  ``server_momentum = 0`` the model is the weighted mean in expectation, as in FedAvg. With
-  ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q`` moves from R to N. The cell is level + `coarser` of
-  the state. With `coarser` above 0, N is rounded to the nearest cell first, and R takes the difference.
+  the mean samples; the samples of the round count as LEAST of the mean for each update at least. In the first round
+  ``samples / mean samples * own step / step * m`` stands for m. By Nesterov's momentum b ``V <- b * V + M`` and
+  ``R += M + b * V``; b is how much M and V agree (`averaging.accelerated`). With ``server_momentum = 0`` the model is
+  the weighted mean in expectation, as in FedAvg. With ``q = sign(R) floor(|R| / 2**cell + UPWARD)``, ``2**cell * q``
+  moves from R to N. The cell is level + `coarser` of the state. With `coarser` above 0, N is rounded to the nearest
+  cell first, and R takes the difference.
 - **Down.** How N changed since the one that the device holds (`delivery`). Statistics likewise (`batch_norm`).
 - **Budget.** `levelled` estimates what the rounds left need; beyond the budget, cells or moves become coarser.
 - **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one.
@@ -83,6 +84,7 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 BAD_ROUNDS = 2  # in a row that halve the steps
 FIRST = 0.25  # of the quantum, in round 1: each device has its own steps then, so stratified dither does not cancel
 MOST_PARAMETERS = 1 << 24  # where all of them move, the coder takes no more
+LEAST = 0.25  # of the mean samples: a round's updates count as at least so many each, or small ones' noise would grow
 FEW = 64  # moves: the least size that the norm guard gives to an update of a device with the mean samples
 UPWARD = 0.3  # added before rounding down: from .7 of a cell on N moves, so noise about half a cell does not flip it
 
@@ -261,6 +263,7 @@ class Lattice(Settings):
         """The steps, and the sum of the moves in them as a full cohort of the mean samples would have it."""
         weight = math.fsum(total.samples)
         if state.reports:
+            weight = max(weight, LEAST * state.samples * len(total.samples))
             return state.steps, total.moves * (course.cohort * state.samples / weight)
         middle = np.median(np.stack(total.rms).astype(np.float64), axis=0).astype(np.float32)
         step = steps(part, middle, self.first_quantum(course), course.cohort)
