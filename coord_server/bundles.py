@@ -71,26 +71,16 @@ class Bundles:
                 f"the model has {values} parameters and statistics, this coordinator takes at most "
                 f"{self.most}; raise it with `maskfleet serve --max-parameters`",
             )
-        digest, blobs = sha256_of(manifest), self._store.blobs
-
-        def store() -> None:
-            try:
-                blobs.read(bundle_shelf(digest), digest)
-            except StorageDamagedError:  # or not there
-                blobs.put(bundle_shelf(digest), manifest)
-
-        await asyncio.to_thread(self._record, digest, store)
+        digest = sha256_of(manifest)
+        await asyncio.to_thread(self._add, digest, manifest)
         return await asyncio.to_thread(self._receipt, digest, checked=True)
 
-    def _record(self, digest: str, store: Callable[[], None]) -> None:
-        """Record a bundle whose blobs `store` writes. Blocks. Raises StateError."""
-
-        def put(left: bool) -> None:
-            if left:
-                self._store.blobs.drop(bundle_shelf(digest))
-            store()
-
-        self._store.metadata.add_bundle(digest, self._clock(), put)
+    def _add(self, digest: str, manifest: bytes) -> None:
+        with self._store.creating():
+            self._store.metadata.expect_bundle(digest)
+            if not self._store.blobs.holds(bundle_shelf(digest), digest):
+                self._store.blobs.put(bundle_shelf(digest), manifest)
+            self._store.metadata.add_bundle(digest, self._clock())
 
     async def receipt(self, digest: str) -> BundleReceipt:
         """What is still missing of a bundle. Raises Refusal when its manifest is not here."""
@@ -124,25 +114,30 @@ class Bundles:
             made = await asyncio.to_thread(self.derived, digest, values)
         except BundleError as error:
             raise Refusal("bad-bundle", str(error)) from None
-        await asyncio.to_thread(self.keep, digest, made)
+        await asyncio.to_thread(self._keep, digest, made)
         return await self.receipt(made.digest)
+
+    def _keep(self, source: str, made: warm.Derived) -> None:
+        with self._store.creating():
+            self.write(source, made)
+            self._store.metadata.add_bundle(made.digest, self._clock())
 
     def derived(self, digest: str, values: warm.Values) -> warm.Derived:
         """A bundle with other values, not stored yet. Blocks. Raises BundleError, StateError."""
         return warm.derive(read_manifest(self._store, digest), values)
 
-    def keep(self, source: str, made: warm.Derived) -> None:
-        """Store a bundle that was derived from `source`; repeating this is harmless. Blocks. Raises StateError."""
+    def write(self, source: str, made: warm.Derived) -> None:
+        """Write the blobs of a bundle that was derived from `source`; the caller, within `creating`, adds its row.
+
+        Repeating this is harmless. Blocks. Raises StateError.
+        """
         blobs, shelf = self._store.blobs, bundle_shelf(made.digest)
-
-        def store() -> None:
-            blobs.put(shelf, made.content)
-            blobs.put(shelf, made.weights)
-            for name, part in made.model.manifest.parts.items():
-                if name != WEIGHTS and blobs.size(shelf, part.sha256) != part.size:
-                    blobs.put(shelf, blobs.read(bundle_shelf(source), part.sha256))
-
-        self._record(made.digest, store)
+        self._store.metadata.expect_bundle(made.digest)
+        blobs.put(shelf, made.content)
+        blobs.put(shelf, made.weights)
+        for name, part in made.model.manifest.parts.items():
+            if name != WEIGHTS and not blobs.holds(shelf, part.sha256):
+                blobs.put(shelf, blobs.read(bundle_shelf(source), part.sha256))
 
     async def values_limit(self, digest: str) -> int:
         """The most bytes that the values of a bundle take as a file. Raises Refusal, StateError."""
@@ -156,11 +151,7 @@ class Bundles:
         if used:
             first, more = ", ".join(used[:NAMED]), f" and {len(used) - NAMED} more" if len(used) > NAMED else ""
             raise Refusal("bundle-in-use", f"bundle {digest} is used by {first}{more}; delete these federations first")
-        await asyncio.to_thread(self.sweep, digest)
-
-    def sweep(self, digest: str) -> None:
-        """Drop the blobs of a deleted bundle. Blocks. Raises StateError."""
-        self._store.metadata.sweep_bundle(digest, lambda: self._store.blobs.drop(bundle_shelf(digest)))
+        await asyncio.to_thread(self._store.sweep)
 
     def _manifest(self, digest: str) -> Manifest:
         if not self._store.metadata.has_bundle(digest):

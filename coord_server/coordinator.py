@@ -19,7 +19,6 @@ from coord_server.live.unloaded import UnloadedFederation
 from coord_server.problems import Refusal
 from coord_server.roles import Roles
 from coord_server.store import Store
-from coord_server.store.blobs import owner
 from edge_client.errors import MaskfleetError, StateError
 from edge_client.protocol.messages import Enrol, Enrolled, Federation, FederationConfig
 
@@ -61,7 +60,7 @@ class Coordinator:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
             await self._look()
-            self._sweeping = asyncio.create_task(self._sweep_all())
+            self._sweeping = asyncio.create_task(self._sweep())
 
     async def _watch(self) -> None:
         """Notice what other coordinators on the same data folder do. An outage is logged when it begins and ends."""
@@ -112,24 +111,12 @@ class Coordinator:
         self._federations[id_] = live
         live.begin()
 
-    async def _sweep_all(self) -> None:
-        """Drop what a deletion that was killed has left in the blob store."""
+    async def _sweep(self) -> None:
+        """Drop what a creation or a deletion that was killed has left in the blob store."""
         try:
-            for what, version in (await asyncio.to_thread(self.store.metadata.deleted)).items():
-                kind, _, name = what.rpartition("/")
-                if kind:
-                    await asyncio.to_thread(self.bundles.sweep, name)
-                else:
-                    await asyncio.to_thread(self._sweep_federation, name, version)
+            await asyncio.to_thread(self.store.sweep)
         except (MaskfleetError, OSError) as error:
-            log.warning("blobs of deleted federations were not swept, the next start tries again: %s", error)
-
-    def _sweep_federation(self, id_: str, version: int) -> None:
-        """Drop the blobs of the federations of this name that ended at `version` or before. Blocks."""
-        for shelf in self.store.blobs.shelves(""):
-            name, first = owner(shelf)
-            if name == id_ and first <= version:
-                self.store.blobs.drop(shelf)
+            log.warning("blobs that no row names were not swept, the next start tries again: %s", error)
 
     def answer_polls(self) -> None:
         """Let every long poll answer now: the coordinator is about to go down."""
@@ -162,8 +149,7 @@ class Coordinator:
         """
         await (await self.find_any(id_)).delete()
         await self._look()  # which leaves alone what another coordinator has just made of that name
-        version = (await asyncio.to_thread(self.store.metadata.deleted)).get(id_, -1)
-        await asyncio.to_thread(self._sweep_federation, id_, version)
+        await asyncio.to_thread(self.store.sweep)
 
     async def operate(self, id_: str, kind: type[events.Event]) -> Federation:
         """Start, pause, resume or stop a federation; one that could not be loaded can be stopped.

@@ -85,16 +85,20 @@ def _add(
         raise Refusal("bad-config", "the settings hold text that is not Unicode; leave it out") from None
     if FederationConfig.model_validate_json(text) != config:
         raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
-    if derived is not None:
-        bundles.keep(source, derived)
-    first = store.metadata.first_version(config.name)
-    values = put(store.blobs, f"{federation_shelf(config.name, first)}/values/0", aggregation.pack(start))
-    state = engine.dump(engine.State())
-    found = store.metadata.add_federation(config.name, text, config.bundle, state, values, clock(), first)
-    if found == "taken":
-        raise taken(config.name)
-    if found == "no-bundle":
-        raise Refusal("not-found", f"bundle {source} was deleted meanwhile; POST its manifest again")
+    with store.creating():
+        first = store.metadata.expect_federation(config.name)
+        if first is None:
+            raise taken(config.name)
+        if derived is not None:
+            bundles.write(source, derived)
+        values = put(store.blobs, f"{federation_shelf(config.name, first)}/values/0", aggregation.pack(start))
+        found = store.metadata.add_federation(
+            config.name, text, config.bundle, engine.dump(engine.State()), values, clock(), first, derived is not None
+        )
+        if found == "taken":
+            raise taken(config.name)
+        if found == "no-bundle":
+            raise Refusal("not-found", f"bundle {source} was deleted meanwhile; POST its manifest again")
     if caution is not None:
         log.warning("%s: %s", config.name, caution)
     return caution

@@ -7,6 +7,7 @@ DATA/store-id           the marker: the id that the database holds too, so that 
                         "new ID" until the database holds it, so that a first start can be killed at any time
 DATA/operator-token     the operator's token, readable by its owner only
 DATA/lock               held while a process opens the folder
+DATA/sweep              held (shared) while blobs are written whose row comes after them, and (exclusive) by a sweep
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -23,12 +24,12 @@ from uuid import uuid4
 from sqlalchemy import URL
 
 from coord_server.auth import OPERATOR_FILE
-from coord_server.store.blobs import INCOMING, FolderBlobs, disk
-from coord_server.store.metadata import Metadata
-from edge_client.errors import StateError, StorageDamagedError
+from coord_server.store.blobs import INCOMING, FolderBlobs, disk, owner
+from coord_server.store.metadata import BUNDLES, Metadata
+from edge_client.errors import MaskfleetError, StateError, StorageDamagedError
 from edge_client.files import make_folder, sync_folder, write_whole
 
-DATABASE, BLOBS, MARKER, LOCK = "coordinator.db", "blobs", "store-id", "lock"
+DATABASE, BLOBS, MARKER, LOCK, SWEEP = "coordinator.db", "blobs", "store-id", "lock", "sweep"
 NEW = "new "  # before the id in the marker of a first start
 FOREIGN = "lost+found"  # the file system's own folder
 ELSEWHERE, MEND = "name another folder with --data", "mount or restore what is missing"
@@ -45,6 +46,36 @@ class Store:
     def close(self) -> None:
         """Close the database."""
         self.metadata.close()
+
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        """While blobs are written whose row comes after them: no process sweeps meanwhile. Raises StateError.
+
+        What was written is swept when the row does not come after all.
+        """
+        try:
+            with _locked(self.folder / SWEEP, fcntl.LOCK_SH):
+                yield
+        except BaseException:
+            with suppress(MaskfleetError, OSError):  # a later sweep does it
+                self.sweep()
+            raise
+
+    def sweep(self) -> None:
+        """Drop the blobs of what was deleted, and of creations that did not end. Blocks. Raises StateError.
+
+        While something is being created nothing is dropped: a later sweep does that.
+        """
+        with suppress(BlockingIOError), _locked(self.folder / SWEEP, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            gone, known = self.metadata.deleted(), self.metadata.known()
+            for digest in self.blobs.shelves(BUNDLES):
+                if f"{BUNDLES}/{digest}" in gone:
+                    self.blobs.drop(f"{BUNDLES}/{digest}")
+            for shelf in self.blobs.shelves(""):
+                name, first = owner(shelf)
+                here = name in known and known[name].first == first
+                if first <= gone.get(name, -1) and not here:
+                    self.blobs.drop(shelf)
 
 
 def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:
@@ -103,13 +134,18 @@ def _open(folder: Path, database: str | None) -> Store:
             raise
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path) -> AbstractContextManager[None]:
     """Processes that start together open the folder one after another: SQLite creates a database for one at a time."""
-    with disk(f"{folder} cannot be used"):
-        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    return _locked(folder / LOCK, fcntl.LOCK_EX)
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    """Hold a lock, which a process that is killed loses at once. Raises StateError, BlockingIOError with LOCK_NB."""
+    with disk(f"{path.parent} cannot be used"):
+        lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, how)
         yield
     finally:
         os.close(lock)
@@ -128,7 +164,7 @@ def _match(folder: Path, metadata: Metadata) -> None:
     blobs = folder / BLOBS
     with metadata.database.writing("store") as c:  # a second process that starts now waits here
         stored, (marked, new) = metadata.identify(c, None), _read(folder / MARKER)
-        lost = not (blobs / "bundles").is_dir() if metadata.holds_bundles(c) else not blobs.is_dir()
+        lost = not (blobs / BUNDLES).is_dir() if metadata.holds_bundles(c) else not blobs.is_dir()
         names = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set[str]()
         if stored is None and (new or marked is None) and names <= {INCOMING, FOREIGN}:
             if marked is None:

@@ -14,7 +14,7 @@ from sqlalchemy import URL, Connection, Select, bindparam, delete, func, insert,
 
 from coord_server.problems import Refusal
 from coord_server.store.database import Database
-from coord_server.store.rows import LAST_SEEN, MINE, Rows, of
+from coord_server.store.rows import LAST_SEEN, MINE, Rows, mark_deleted, of
 from coord_server.store.tables import (
     MESSAGES,
     METADATA,
@@ -97,17 +97,16 @@ class Metadata:
 
     # --- bundles
 
-    def add_bundle(self, digest: str, now: float, store: Callable[[bool], None] = lambda left: None) -> None:
-        """Record that a bundle's manifest is a blob once `store` has made it one; repeating this is harmless.
-
-        The argument of `store` is whether blobs of a deleted bundle are left. It runs within the transaction, so that
-        no sweep of the deleted one runs beside it.
-        """
+    def expect_bundle(self, digest: str) -> None:
+        """Blobs of this bundle are about to be written; a sweep may drop them until `add_bundle`."""
         with self.database.writing(BUNDLES) as c:
-            left = c.execute(delete(deleted).where(deleted.c.what == f"bundles/{digest}")).rowcount > 0
-            store(left)
             if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
-                c.execute(insert(bundles).values(digest=digest, added_at=now))
+                mark_deleted(c, f"{BUNDLES}/{digest}", 0)
+
+    def add_bundle(self, digest: str, now: float) -> None:
+        """Record a bundle whose manifest is a blob; repeating this is harmless."""
+        with self.database.writing(BUNDLES) as c:
+            _add_bundle(c, digest, now)
 
     def bundles(self, after: tuple[float, str] | None, limit: int) -> Sequence[Any]:
         """`digest` and `added_at` of the bundles, oldest first, beyond the one `after`."""
@@ -135,18 +134,12 @@ class Metadata:
                 return used
             if c.execute(delete(bundles).where(bundles.c.digest == digest)).rowcount != 1:
                 return None
-            c.execute(insert(deleted).values(what=f"bundles/{digest}", version=0))
+            mark_deleted(c, f"{BUNDLES}/{digest}", 0)
             return []
 
     def deleted(self) -> dict[str, int]:
-        """What was deleted and the last version of each: a federation's id, or "bundles/DIGEST" until it is swept."""
+        """What may have blobs that no row names, "bundles/DIGEST" or a federation's id up to a `first` version."""
         return {row.what: row.version for row in self.database.all(select(deleted))}
-
-    def sweep_bundle(self, digest: str, drop: Callable[[], None]) -> None:
-        """Drop the blobs of a deleted bundle, unless it was added again."""
-        with self.database.writing(BUNDLES) as c:
-            if c.execute(delete(deleted).where(deleted.c.what == f"bundles/{digest}")).rowcount == 1:
-                drop()
 
     def has_bundle(self, digest: str) -> bool:
         """Whether the manifest of a bundle is stored."""
@@ -154,21 +147,35 @@ class Metadata:
 
     # --- federations
 
-    def first_version(self, id_: str) -> int:
-        """The version that a new federation of this name begins with."""
-        row = self.database.first(select(deleted.c.version).where(deleted.c.what == id_))
-        return 0 if row is None else int(row.version) + 1
+    def expect_federation(self, id_: str) -> int | None:
+        """The version that a new federation of this name begins with, None when the name is taken.
+
+        Its blobs are about to be written; a sweep may drop them until `add_federation`.
+        """
+        with self.database.writing(id_) as c:
+            if c.execute(select(federations.c.id).where(federations.c.id == id_)).first() is not None:
+                return None
+            last: int | None = c.scalar(select(deleted.c.version).where(deleted.c.what == id_))
+            first = 0 if last is None else last + 1
+            mark_deleted(c, id_, first)
+            return first
 
     def add_federation(
-        self, id_: str, config: str, bundle: str, state: str, values: Content, now: float, first: int = 0
-    ) -> Literal["added", "taken", "no-bundle"]:
-        """Store a new federation; `config` and `state` are JSON. Nothing when its id is taken or its bundle is gone."""
+        self, id_: str, config: str, bundle: str, state: str, values: Content, now: float, first: int = 0,
+        derived: bool = False,
+    ) -> Literal["added", "taken", "no-bundle"]:  # fmt: skip
+        """Store a new federation; `config` and `state` are JSON. Nothing when its id is taken or its bundle is gone.
+
+        With `derived` the bundle is recorded too: it was made for this federation.
+        """
         with self.database.writing(id_, BUNDLES) as c:
             if c.execute(select(federations.c.id).where(federations.c.id == id_)).first() is not None:
                 return "taken"
-            if c.execute(select(deleted.c.what).where(deleted.c.what == id_, deleted.c.version >= first)).first():
+            if c.execute(select(deleted.c.what).where(deleted.c.what == id_, deleted.c.version > first)).first():
                 return "taken"  # until a moment ago
-            if c.execute(select(bundles.c.digest).where(bundles.c.digest == bundle)).first() is None:
+            if derived:
+                _add_bundle(c, bundle, now)
+            elif c.execute(select(bundles.c.digest).where(bundles.c.digest == bundle)).first() is None:
                 return "no-bundle"
             new = {"id": id_, "config": config, "bundle": bundle, "state": state, "created_at": now}
             values_ = {"values_sha256": values.sha256, "values_content": values.data}
@@ -372,3 +379,10 @@ class Metadata:
         r = rounds.c
         query = select(r.round, r.record).where(r.federation == federation, r.round.between(first, last))
         return {row.round: row.record for row in self.database.all(query.order_by(r.round).limit(limit))}
+
+
+def _add_bundle(c: Connection, digest: str, now: float) -> None:
+    """Record a bundle, unless it is recorded."""
+    c.execute(delete(deleted).where(deleted.c.what == f"{BUNDLES}/{digest}"))
+    if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
+        c.execute(insert(bundles).values(digest=digest, added_at=now))

@@ -36,6 +36,12 @@ def of(table: Any, federation: str, device: str) -> tuple[Any, Any]:
     return table.c.federation == federation, table.c.device == device
 
 
+def mark_deleted(c: Connection, what: str, version: int) -> None:
+    """No row names the blobs of `what`: a sweep may drop them."""
+    c.execute(delete(deleted).where(deleted.c.what == what))
+    c.execute(insert(deleted).values(what=what, version=version))
+
+
 class Rows:
     """Rows that go with a federation's new state into one transaction."""
 
@@ -97,8 +103,7 @@ class Rows:
         for table in (updates, rounds, records, devices, tokens):
             self._c.execute(delete(table).where(table.c.federation == self._federation))
         self._c.execute(delete(federations).where(federations.c.id == self._federation))
-        self._c.execute(delete(deleted).where(deleted.c.what == self._federation))
-        self._c.execute(insert(deleted).values(what=self._federation, version=version))
+        mark_deleted(self._c, self._federation, version)
 
     def _ready(self, change: int, *where: Any) -> int:
         """Make one device ready, or no longer ready, and count it; how many were changed."""

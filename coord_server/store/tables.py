@@ -58,7 +58,9 @@ federations = Table(
 deleted = Table(
     "deleted",
     METADATA,
-    _key("what", String(80)),  # a federation's id, or "bundles/DIGEST"
+    # What may have blobs that no row names, because it was deleted or its creation has not ended: a federation's id,
+    # or "bundles/DIGEST".
+    _key("what", String(80)),
     _column("version", BigInteger),  # a federation's last; its name's next one begins above it
 )
 devices = Table(
