@@ -206,12 +206,13 @@ def test_bundles_are_checked_part_by_part_and_needed_whole(tmp_path: Path) -> No
 
 def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
-        for path in ("/v1", "/v1/nothing", "/v1/federations/none"):
+        for path in ("/v1", "/v1/nothing", "/v1/federations/none", "/v1/federations/none/nothing"):
             refused(await fleet.operator("GET", path), "not-found")
         for path, allowed in (
             ("/v1/federations", "GET, HEAD, POST"), ("/v1/federations/fed", "DELETE, GET, HEAD, PATCH"),
             ("/", "GET, HEAD"),
             ("/v1/federations/fed/devices/a", "DELETE"), ("/v1/federations/fed/pause", "POST"),
+            ("/v1/federations/fed/devices", "GET, HEAD"),
             ("/v1/health", "GET, HEAD"),
         ):  # fmt: skip
             answer = await fleet.operator("PUT", path)

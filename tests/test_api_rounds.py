@@ -157,36 +157,6 @@ def test_a_device_whose_report_was_taken_has_all_its_bytes_counted_after_a_kill(
     asyncio.run(script())
 
 
-def test_a_report_restores_the_count_of_a_last_downlink_that_a_crash_lost(tmp_path: Path) -> None:
-    report = {"score": 0.5, "test_samples": 4, "parameters_dense": 12, "parameters_compact": 3}
-    path, mine = "/v1/federations/fed/devices/a/report", bearer(credential("a"))
-
-    async def first(fleet: Fleet) -> None:
-        await fleet.federation("a", "bb")
-        await whole(fleet, "a", "bb")
-        assert (await fleet.http.put(path, json=report, headers=mine)).status_code == 204
-
-    async def last_down(fleet: Fleet) -> dict[str, int]:
-        found = (await fleet.operator("GET", "/v1/federations/fed/rounds/2")).json()["traffic"]["last_down"]
-        return {str(kind): int(size) for kind, size in found.items()}
-
-    async def second(fleet: Fleet) -> int:
-        assert await last_down(fleet) == {}
-        size = int((await fleet.work("a"))["downlink_size"])
-        for _ in range(2):  # said twice, it was fetched once
-            assert (await fleet.http.put(path, json=report, headers=mine)).status_code == 204
-        assert sum((await last_down(fleet)).values()) == size
-        return size
-
-    async def third(fleet: Fleet) -> int:
-        return sum((await last_down(fleet)).values())
-
-    play(tmp_path, first)
-    with closing(sqlite3.connect(tmp_path / "coordinator.db")) as journal, journal:  # what a kill leaves behind
-        journal.execute("update devices set last_down = null, report = null")
-    assert play(tmp_path, second) == play(tmp_path, third)
-
-
 def test_an_update_to_a_value_that_a_restored_backup_has_lost_does_not_count(tmp_path: Path) -> None:
     """In one course of events "a" trains round 1, in the other it has another update; both go on to round 2."""
     folder, backup = tmp_path / "data", tmp_path / "backup"

@@ -22,11 +22,11 @@ from coord_server.dashboard import answers, devices, reference, session, view
 from coord_server.dashboard.answers import SignIn, kept, page
 from coord_server.dashboard.history import Histories
 from coord_server.dashboard.session import Session
+from coord_server.dashboard.view import ACTIONS, Action
 from coord_server.exports import lacking
 from coord_server.http import blobs, watch
 from coord_server.http.access import CALL, Call, FederationId, Served
 from coord_server.http.artifacts import ExportId, Files
-from coord_server.http.operator import ACTIONS, Action
 from coord_server.http.problems import caller
 from coord_server.problems import Refusal
 from edge_client.errors import first_fault

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from markupsafe import Markup
 
-from coord_server import aggregation, engine
+from coord_server import aggregation, engine, events
 from coord_server.coordinator import Coordinator
 from coord_server.dashboard import devices, plots, words
 from coord_server.dashboard.history import Closed, Histories, Trouble
 from coord_server.http import watch
-from coord_server.http.operator import ACTIONS, Action
 from coord_server.live.federation import LiveFederation
 from coord_server.live.status import Progress
 from edge_client.protocol.cost import UNITS, over_rounds
 from edge_client.protocol.messages import Federation, MeanCost, Phase, Scores
 
+Action = Literal["start", "pause", "resume", "stop"]
+ACTIONS: dict[Action, type[events.Event]] = {
+    "start": events.Started, "pause": events.Paused, "resume": events.Resumed, "stop": events.Stopped,
+}  # fmt: skip
 KINDS = [str(kind.model_fields["kind"].default) for kind in watch.KINDS]  # of a federation's events
 NAMED = 24  # devices of one state that the round's card names
 TROUBLES = 20  # faults of closed rounds that are shown

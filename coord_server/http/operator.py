@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
@@ -34,10 +34,6 @@ _STATE: dict[int | str, dict[str, Any]] = {
 }
 _CREATED: dict[int | str, dict[str, Any]] = {201: {"headers": headers({"Location": "The federation's address."})}}
 _TAGGED: dict[int | str, dict[str, Any]] = {200: {"headers": headers({"ETag": "Of its settings, for If-Match."})}}
-Action = Literal["start", "pause", "resume", "stop"]
-ACTIONS: dict[Action, type[events.Event]] = {
-    "start": events.Started, "pause": events.Paused, "resume": events.Resumed, "stop": events.Stopped,
-}  # fmt: skip
 
 
 @health.get("/health")
@@ -98,7 +94,8 @@ def _check_method(name: str, listed: Sequence[Federation]) -> None:
 async def show_federation(served: Viewed, response: Response, federation: FederationId) -> Federation:
     """Phase, round, devices, updates in, and `fault` when something keeps it from going on.
 
-    The `ETag` stands for the settings, which PATCH changes, and stays the same while rounds go on.
+    The `ETag` stands for the settings, so that a PATCH with it is refused for no progress of the rounds. Hence
+    `If-None-Match` is never answered with 304.
     """
     return _tagged((await served.find_any(federation)).summary(), response)
 
@@ -145,16 +142,28 @@ async def delete_federation(request: Request, served: Operated, federation: Fede
     await request.app.state.exports.tidy()
 
 
-@router.post("/federations/{federation}/{action}", responses=documented("wrong-phase", "no-devices"))
-async def operate_federation(served: Operated, federation: FederationId, action: Action) -> Federation:
-    """`start` begins round 1 with the devices there are.
+@router.post("/federations/{federation}/start", responses=documented("wrong-phase", "no-devices"))
+async def start_federation(served: Operated, federation: FederationId) -> Federation:
+    """Begin round 1 with the devices there are."""
+    return await served.operate(federation, events.Started)
 
-    `pause` stops the round's clock: updates under way are still taken, no round closes or opens. `resume` goes on with
-    the seconds the round had left; after a pause by `max_attempts` it allows as many again. `stop` ends the federation
-    for good: the state after the last closed round can still be exported. A federation that could not be loaded
-    takes `stop` only.
-    """
-    return await served.operate(federation, ACTIONS[action])
+
+@router.post("/federations/{federation}/pause", responses=documented("wrong-phase"))
+async def pause_federation(served: Operated, federation: FederationId) -> Federation:
+    """Stop the round's clock: updates under way are still taken, no round closes or opens."""
+    return await served.operate(federation, events.Paused)
+
+
+@router.post("/federations/{federation}/resume", responses=documented("wrong-phase"))
+async def resume_federation(served: Operated, federation: FederationId) -> Federation:
+    """Go on with the seconds the round had left; after a pause by `max_attempts` it allows as many again."""
+    return await served.operate(federation, events.Resumed)
+
+
+@router.post("/federations/{federation}/stop", responses=documented("wrong-phase"))
+async def stop_federation(served: Operated, federation: FederationId) -> Federation:
+    """End it for good, also one that could not be loaded. The state after the last closed round can be exported."""
+    return await served.operate(federation, events.Stopped)
 
 
 @router.get("/federations/{federation}/devices", responses=LINK)

@@ -255,7 +255,8 @@ class Devices:
     async def report(self, device: str, report: Report) -> None:
         """Store a device's report, with all that is not written yet: it asks for nothing again. Raises StateError."""
         self._change(device).report = report.model_dump_json()
-        await self.flush()
+        with self._faults.watch(f"report of {device}", f"the report of {device!r} could not be written down"):
+            await self.flush()
 
     async def listed(self, state: DeviceState | None = None, after: str = "", limit: int | None = None) -> list[Device]:
         """Every device that ever enrolled, or those in a state, by name beyond `after`. Raises StateError.

@@ -304,11 +304,7 @@ class LiveFederation:
 
     async def report(self, device: str, report: Report) -> None:
         """Store a device's report. Raises StateError."""
-        with self._faults.watch(f"report of {device}", f"the report of {device!r} could not be written down"):
-            if self._commits.state.phase == "finished":  # its fetch of the last downlink may be from before a restart
-                down = await self._downlinks.get(self.config.rounds + 1, device)
-                self.devices.has_last(device, down.sizes)
-            await self.devices.report(device, report)
+        await self.devices.report(device, report)
         log.info("%s: %s ends with its %s model, score %.3f on %d samples, %d of %d parameters", self.id, device,
                  report.source, report.score, report.test_samples, report.parameters_compact, report.parameters_dense,
                  extra={"federation": self.id, "device": device, "score": report.score,
@@ -359,8 +355,7 @@ class LiveFederation:
         )
         with suppress(Refusal, StateError):  # else the timer draws
             await self._call()
-        for what in ("work", "failure", "report"):  # it asks no more, so no success of its own would clear them
-            self._faults.clear(f"{what} of {device}")
+        self._faults.forget(device)
         log.info("%s: %s is removed by the operator", self.id, device, extra={"federation": self.id, "device": device})
 
     def summary(self) -> Federation:

@@ -95,7 +95,7 @@ def reason(config: FederationConfig, state: engine.State, device: str, ready: in
 
 
 class Faults:
-    """The faults that stand. A fault is cleared by the next success of the same thing."""
+    """The faults that stand. A fault is cleared by the next success of the same thing: "fold", or "work of DEVICE"."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
@@ -107,6 +107,11 @@ class Faults:
     def clear(self, thing: str) -> None:
         """`thing` works again."""
         self._found.pop(thing, None)
+
+    def forget(self, device: str) -> None:
+        """Clear every fault of a device that was removed: no success of its own will."""
+        for thing in [thing for thing in self._found if thing.endswith(f" of {device}")]:
+            self.clear(thing)
 
     @contextmanager
     def watch(self, thing: str, sentence: str) -> Iterator[None]:
