@@ -1,6 +1,7 @@
 """Downlinks by audience: encoded once, in threads, off every lock; devices of one audience get the same bytes.
 
-They are a cache: the same state and record give the same bytes again. Large ones lie in the blob store.
+They are a cache: the same state and record give the same bytes again. Large ones lie in the blob store; one that is
+lost there, or cut, is made again.
 """
 
 from __future__ import annotations
@@ -68,10 +69,15 @@ class Downlinks:
         return await asyncio.shield(made)
 
     def _usable(self, audience: str | None) -> asyncio.Task[Downlink] | None:
-        """The downlink of an audience, made or in the making; None where there is none or it has failed."""
+        """The downlink of an audience, made or in the making; None where there is none, it has failed or is damaged."""
         made = None if audience is None else self._made.get(audience)
-        failed = made is not None and made.done() and (made.cancelled() or made.exception() is not None)
-        return None if failed else made
+        if made is None or not made.done():
+            return made
+        if made.cancelled() or made.exception() is not None:
+            return None
+        down = made.result()
+        whole = down.data is not None or self._blobs.size(down.shelf, down.sha256) == down.size
+        return made if whole else None
 
     async def _make(self, current: GlobalState, round_: int, record: Any) -> Downlink:
         async with self._encoding:
