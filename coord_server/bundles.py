@@ -154,7 +154,7 @@ class Bundles:
         await asyncio.to_thread(self._store.sweep)
 
     def _manifest(self, digest: str) -> Manifest:
-        if not self._store.metadata.has_bundle(digest):
+        if self._store.metadata.added_at(digest) is None:
             raise Refusal("not-found", f"there is no bundle {digest}; POST its manifest to /v1/bundles first")
         return read_manifest(self._store, digest)
 

@@ -223,8 +223,7 @@ class Coordinator:
             if request.sample != takes:
                 said = f"samples of {request.device} have shape {request.sample}, the model of {live.id} takes {takes}"
                 raise Refusal("wrong-samples", f"{said}; correct them and join again with the same token")
-        uses_left, expires_at = (0, 0.0) if terms is None else (terms.uses_left, terms.expires_at)
-        return await live.enrol(request, token, uses_left, expires_at)
+        return await live.enrol(request, token, 0.0 if terms is None else terms.expires_at)
 
 
 def _loaded(found: LiveFederation | UnloadedFederation) -> LiveFederation:

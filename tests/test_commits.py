@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,9 +56,9 @@ class Process:
     def __init__(self, metadata: Metadata, c: FederationConfig, clock: Callable[[], float] = lambda: 1.0) -> None:
         self.metadata, self.config, self.faults = metadata, c, Faults()
         self.decided: list[Decision] = []
-        self.moved: list[engine.State] = []
+        self.committed: list[engine.State] = []
         self.heads: list[Head] = []
-        followers = Followers(self.present, self.moved.append, self.decided.extend, self.heads.append)
+        followers = Followers(self.present, self.committed.append, self.decided.extend, self.heads.append)
         self.commits = Commits(metadata, "fed", c, metadata.head("fed"), followers, self.faults, clock)
 
     async def present(self, now: float) -> Present:
@@ -330,6 +331,46 @@ def test_refreshes_that_wait_together_share_a_read_that_begins_after_the_last_of
         assert (len(reads), one.commits.version) == (1, before + 1)
         assert not await one.commits.refresh()
         assert len(reads) == 2
+
+    play(tmp_path, script, processes=2)
+
+
+def test_a_federation_that_another_one_has_replaced_takes_no_event(tmp_path: Path) -> None:
+    async def script(one: Process, other: Process) -> None:
+        version, row = one.commits.version, (one.config.model_dump_json(), one.config.bundle)
+        assert other.metadata.delete_federation("fed", version)
+        first = other.metadata.expect_federation("fed")
+        state, values = engine.dump(engine.State()), Content("0" * 64, b"g")
+        assert other.metadata.add_federation("fed", *row, state, values, 1.0, first or 0) == "added"
+        for asked in (one.open(), one.commits.refresh()):
+            with pytest.raises(Refusal, match="another one has its name now"):
+                await asked
+        assert one.commits.version == version
+        assert other.metadata.head("fed").state == state
+
+    play(tmp_path, script, processes=2)
+
+
+def test_a_refresh_that_is_asked_for_during_a_read_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(one: Process, other: Process) -> None:
+        head, read, go_on = Metadata.head, threading.Event(), threading.Event()
+
+        def slow(self: Metadata, federation: str) -> Head:
+            found = head(self, federation)
+            read.set()
+            assert go_on.wait(LIMIT)
+            return found
+
+        with monkeypatch.context() as m:
+            m.setattr(Metadata, "head", slow)
+            first = asyncio.create_task(one.commits.refresh())
+            await asyncio.to_thread(read.wait, LIMIT)
+        await other.open()
+        second = asyncio.create_task(one.commits.refresh())
+        await asyncio.sleep(0)
+        go_on.set()
+        assert [await first, await second] == [False, True]
+        assert one.commits.version == other.commits.version
 
     play(tmp_path, script, processes=2)
 

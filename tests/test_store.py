@@ -551,7 +551,7 @@ def test_a_database_that_cannot_hold_every_letter_is_refused(postgresql: databas
 def test_two_coordinators_share_a_data_folder(tmp_path: Path) -> None:
     first, second = open_store(tmp_path / "data"), open_store(tmp_path / "data")
     first.metadata.add_bundle("d" * 64, 1.0)
-    assert second.metadata.has_bundle("d" * 64)
+    assert second.metadata.added_at("d" * 64)
     first.blobs.put("s", b"x")
     assert second.blobs.read("s", digest(b"x")) == b"x"
     first.close()
@@ -675,7 +675,7 @@ def test_a_folder_that_lost_a_half_is_refused_until_init_starts_anew_and_deletes
     before = {p.name for p in folder.rglob("*") if p.is_file() and p.suffix not in (".lock", ".db")}
     store = open_store(folder, init=True)
     assert store.metadata.known() == {}
-    assert not store.metadata.has_bundle("d" * 64)
+    assert not store.metadata.added_at("d" * 64)
     store.close()
     after = {p.name for p in folder.rglob("*") if p.is_file()}
     assert {name for name in before if len(name) == 64} <= after

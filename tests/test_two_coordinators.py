@@ -277,7 +277,7 @@ def test_the_operator_may_speak_to_either(tmp_path: Path) -> None:
 def test_a_round_whose_coordinator_does_not_fold_it_is_folded_by_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coord_server.live.federation.OTHERS_FOLD", 0.1)
+    monkeypatch.setattr("coord_server.live.rounds.OTHERS_FOLD", 0.1)
     fold, deciders = live_rounds.Rounds.fold, list[Any]()
 
     def late(self: live_rounds.Rounds, decision: Any, delay: float = 0.0) -> None:
@@ -303,7 +303,7 @@ def test_a_round_whose_coordinator_does_not_fold_it_is_folded_by_the_other(
 
 
 def test_a_round_that_both_fold_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coord_server.live.federation.OTHERS_FOLD", 0.0)
+    monkeypatch.setattr("coord_server.live.rounds.OTHERS_FOLD", 0.0)
     submitted: list[int] = []
     close = live_rounds.Rounds._close
 

@@ -41,14 +41,12 @@ class Followers:
 
     present: Callable[[float], Awaitable[Present]]
     """The devices that can be drawn now."""
-    moved: Callable[[engine.State], None]
-    """Memory holds a new state; the argument is the one before."""
+    committed: Callable[[engine.State], None]
+    """Memory holds a new version; the argument is the state before, which may be the same."""
     carry_out: Callable[[Sequence[Decision]], None]
     """Begin what a commit of this process decided."""
     reloaded: Callable[[Head], None]
-    """Another process has committed; called before `moved`."""
-    committed: Callable[[engine.State], None] = lambda before: None
-    """Memory holds a new version; the argument is the state before, which may be the same."""
+    """Another process has committed; called before `committed`."""
 
 
 @dataclass
@@ -207,7 +205,8 @@ class Commits:
             self.version += 1
             for one in counted:
                 one.adopt()
-            self._moved(before)
+            self._arm()
+            self._followers.committed(before)
         return written
 
     async def _reload(self) -> bool:
@@ -220,7 +219,8 @@ class Commits:
         before, self.state = self.state, engine.load(head.state)
         self.version = head.version
         self._followers.reloaded(head)
-        self._moved(before)
+        self._arm()
+        self._followers.committed(before)
         return True
 
     # --- time
@@ -228,12 +228,6 @@ class Commits:
     def begin(self) -> None:
         """Start the timer; a round that waits for devices looks for them at once."""
         self._arm(0.0)
-
-    def _moved(self, before: engine.State) -> None:
-        self._arm()
-        if before != self.state:
-            self._followers.moved(before)
-        self._followers.committed(before)
 
     def _arm(self, look: float | None = None) -> None:
         """Set the timer to the state's deadline; in stage drawing to `look` seconds, by default LOOK_DRAWING."""

@@ -57,7 +57,6 @@ class Devices:
         self._ready: set[str] = set()
         self._last: dict[str, float] = {}  # when each device made its last request, here or at another process
         self._polls: dict[str, asyncio.Event] = {}  # of each device whose long poll is open here
-        self._agents: dict[str, str] = {}  # what each device said last that it is
         self._unwritten: dict[str, Seen] = {}
         self._writing = asyncio.Lock()  # held by the one write under way
         self._queried: float | None = None
@@ -67,10 +66,10 @@ class Devices:
 
     # --- who is enrolled
 
-    async def enrol(self, request: Enrol, token: str, uses_left: int, expires_at: float, stopped: bool) -> None:
+    async def enrol(self, request: Enrol, token: str, expires_at: float, stopped: bool) -> None:
         """Register a device; the same request again changes nothing. Raises Refusal, StateError."""
         now, credential, name = self._clock(), auth.hashed(request.credential), request.device
-        valid = now < expires_at and uses_left > 0 and not stopped
+        valid = now < expires_at and not stopped
         found = await asyncio.to_thread(self._metadata.enrol, self.id, name, credential, token, now, valid)
         if found == "removed":
             raise Refusal("device-removed", f"device {name!r} was removed from {self.id}; choose another name")
@@ -128,8 +127,7 @@ class Devices:
 
     def introduces(self, device: str, agent: str) -> None:
         """Store a device's User-Agent."""
-        if self._agents.get(device) != agent:
-            self._agents[device] = self._change(device).agent = agent
+        self._change(device).agent = agent
 
     def arrives(self, device: str) -> bool:
         """Whether this request makes the device present: it is new or was silent too long.

@@ -31,7 +31,7 @@ from coord_server.live.downlinks import Downlink, Downlinks
 from coord_server.live.feed import Feed
 from coord_server.live.method_state import MethodState, StaleError
 from coord_server.live.records import Records
-from coord_server.live.rounds import OTHERS_FOLD, Rounds
+from coord_server.live.rounds import Rounds
 from coord_server.live.status import Faults, Progress, progress, reason, summary
 from coord_server.live.tokens import JoinTokens
 from coord_server.live.uploads import Uploads
@@ -79,7 +79,7 @@ class LiveFederation:
         self.tokens = JoinTokens(store.metadata, id_, clock)
         self.devices = Devices(store.metadata, id_, config, head, self._faults, clock)
         self.feed = Feed(head.version, head.ready)
-        followers = Followers(self.devices.present, self._moved, self._carry_out, self._reloaded, self._committed)
+        followers = Followers(self.devices.present, self._committed, self._carry_out, self._reloaded)
         self._commits = Commits(store.metadata, id_, config, head, followers, self._faults, clock)
         self._method_state = MethodState(store, self._commits, make_method(config.method), head)
         self._downlinks = Downlinks(store.blobs, self._method_state)
@@ -118,7 +118,7 @@ class LiveFederation:
 
     # --- what follows from a commit
 
-    def _moved(self, before: engine.State) -> None:
+    def _committed(self, before: engine.State) -> None:
         now = self._commits.state
         if now.round != before.round:
             self._faults.clear("updates")
@@ -126,9 +126,7 @@ class LiveFederation:
             self.devices.wake()
         elif now.stage == "collecting" and (now.round, now.attempt) != (before.round, before.attempt):
             self.devices.wake(engine.missing(now))
-
-    def _committed(self, before: engine.State) -> None:
-        self.feed.committed(self._commits.version, before, self._commits.state, self.devices.ready_count)
+        self.feed.committed(self._commits.version, before, now, self.devices.ready_count)
 
     def _carry_out(self, decisions: Sequence[events.Decision]) -> None:
         for decision in decisions:
@@ -146,9 +144,6 @@ class LiveFederation:
         self.devices.reloaded(head)
         self._rounds.reloaded(head)
         self._downlinks.forget_all()
-        for decision in engine.pending(self._commits.state):
-            if isinstance(decision, events.Aggregate):
-                self._rounds.fold(decision, OTHERS_FOLD)
 
     async def refresh(self) -> None:
         """Bring memory up to date. Raises Refusal, StateError."""
@@ -161,13 +156,13 @@ class LiveFederation:
 
     # --- devices
 
-    async def enrol(self, request: Enrol, token: str, uses_left: int, expires_at: float) -> Enrolled:
+    async def enrol(self, request: Enrol, token: str, expires_at: float) -> Enrolled:
         """Register a device; the same request again gets the same answer. Raises Refusal, StateError.
 
         It takes part from the moment it first asks for work. `token` is the SHA-256 of the join token.
         """
         stopped = self._commits.state.phase == "stopped"
-        await self.devices.enrol(request, token, uses_left, expires_at, stopped)
+        await self.devices.enrol(request, token, expires_at, stopped)
         c = self.config
         return Enrolled(
             federation=self.id, device=request.device, bundle=c.bundle, method=c.method, rounds=c.rounds,

@@ -38,14 +38,12 @@ class Rounds:
     """The rounds of one federation: the updates that wait for the fold, the fold, and the sweep after it."""
 
     def __init__(self, store: Store, commits: Commits, method_state: MethodState, downlinks: Downlinks) -> None:
-        self.id, self.config = commits.id, commits.config
+        self.id = commits.id
         self._store, self._commits, self._method_state, self._downlinks = store, commits, method_state, downlinks
         self._fresh: dict[str, Checked] = {}
         self._room = FRESH
         self._folding: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._sweeping = asyncio.Lock()
         self._first_sweep: asyncio.Task[None] | None = None
-        self._foreign: set[str] = set()
 
     def remember(self, device: str, round_: int, checked: Checked) -> None:
         """Keep a decoded update for the fold of its round, while there is room."""
@@ -58,6 +56,7 @@ class Rounds:
         """Another process has committed."""
         if head.values_round != self._method_state.closed:
             self._stand_at(head.values_round, None)
+        self._fold_pending(OTHERS_FOLD)
 
     def _stand_at(self, closed: int, current: GlobalState | None) -> None:
         self._method_state.stand_at(closed, current)
@@ -67,10 +66,13 @@ class Rounds:
 
     def begin(self) -> None:
         """Fold what an earlier process left, and sweep."""
+        self._fold_pending()
+        self._first_sweep = asyncio.create_task(self._sweep_later())
+
+    def _fold_pending(self, delay: float = 0.0) -> None:
         for decision in engine.pending(self._commits.state):
             if isinstance(decision, events.Aggregate):
-                self.fold(decision)
-        self._first_sweep = asyncio.create_task(self._sweep_later())
+                self.fold(decision, delay)
 
     def fold(self, decision: events.Aggregate, delay: float = 0.0) -> None:
         """Fold a round after `delay` seconds, unless that is under way."""
@@ -183,7 +185,7 @@ class Rounds:
             try:
                 closed = aggregation.close_round(
                     self._method_state.method, current.course, round_, current.state, contributions(), counted,
-                    self.config.guard, fleet, left_out,
+                    self._commits.config.guard, fleet, left_out,
                 )  # fmt: skip
                 return closed, left_out
             except UnusableUpdate as unusable:
@@ -230,11 +232,10 @@ class Rounds:
     # --- sweeping
 
     async def _sweep_later(self, devices: Iterable[str] | None = None) -> None:
-        async with self._sweeping:
-            try:
-                await asyncio.to_thread(self._sweep, devices)
-            except (MaskfleetError, OSError) as error:  # what stays is swept after the next round
-                log.warning("%s: old blobs were not swept: %s", self.id, error)
+        try:
+            await asyncio.to_thread(self._sweep, devices)
+        except (MaskfleetError, OSError) as error:  # what stays is swept after the next round
+            log.warning("%s: old blobs were not swept: %s", self.id, error)
 
     def _sweep(self, devices: Iterable[str] | None) -> None:
         """Drop the blobs that no process can ask for; records only of `devices`, None: of all. Blocks.
@@ -256,13 +257,8 @@ class Rounds:
                     blobs.drop(method_state.record_shelf(device, round_))
 
     def _rounds_on(self, shelf: str) -> list[int]:
-        """The rounds that have a shelf below `shelf`; a foreign folder is left alone and named once."""
-        names = self._store.blobs.shelves(shelf)
-        foreign = {f"{shelf}/{name}" for name in names if not (name.isascii() and name.isdecimal())} - self._foreign
-        if foreign:
-            log.warning("%s: folders that are not the coordinator's are left alone: %s", self.id, sorted(foreign))
-            self._foreign |= foreign
-        return [int(name) for name in names if name.isascii() and name.isdecimal()]
+        """The rounds that have a shelf below `shelf`; a folder of another name is not the coordinator's."""
+        return [int(name) for name in self._store.blobs.shelves(shelf) if name.isascii() and name.isdecimal()]
 
 
 def _say(id_: str, r: Round) -> None:

@@ -141,10 +141,6 @@ class Metadata:
         """What may have blobs that no row names, "bundles/DIGEST" or a federation's id up to a `first` version."""
         return {row.what: row.version for row in self.database.all(select(deleted))}
 
-    def has_bundle(self, digest: str) -> bool:
-        """Whether the manifest of a bundle is stored."""
-        return self.database.first(select(bundles).where(bundles.c.digest == digest)) is not None
-
     # --- federations
 
     def expect_federation(self, id_: str) -> int | None:
@@ -268,7 +264,7 @@ class Metadata:
             return c.execute(delete(tokens).where(*mine)).rowcount > 0
 
     def token(self, token: str) -> Any:
-        """`federation`, `uses_left` and `expires_at` of the token with this SHA-256."""
+        """`federation` and `expires_at` of the token with this SHA-256."""
         return self.database.first(select(tokens).where(tokens.c.token == token))
 
     def enrol(self, federation: str, device: str, credential: str, token: str, now: float, valid: bool) -> Enrolment:
