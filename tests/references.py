@@ -1,0 +1,140 @@
+"""Second versions of methods, written from their pages in docs/methods alone: plain numpy over whole vectors.
+
+A reference has a server and its devices in one object. It encodes nothing: what a payload carries is simply there.
+`rehearse` plays it beside the method's own halves, which talk over bytes, and compares every model that a device
+trains and every model that it would end with. Gradients and the order of batches are the task's, as for the method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from numpy_mlp import NumpyMlp
+from rounds import Rounds
+
+from edge_client.bundle import F32, Init, Layer, Manifest, Tensor
+from edge_client.errors import LostError
+from edge_client.narrow import Channels, narrow
+from edge_client.task import Personal
+from edge_client.training import Gradient
+
+F64 = NDArray[np.float64]
+Places = NDArray[np.int64]
+DEVICES = ("a", "b", "c", "d")
+
+
+def centred(m: Manifest) -> Manifest:
+    """The network with a statistic, as a batch-norm has: a running mean of the samples."""
+    size = m.input.shape[0]
+    mean = Tensor(name="mean", shape=(size,), offset=0, init=Init(kind="constant", scale=0.0))
+    return m.model_copy(update={"buffers": (mean,)})
+
+
+class CentredMlp(NumpyMlp):
+    """A trainer of `centred` networks, which subtract the running mean from a sample."""
+
+    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
+        return super().logits(parameters, buffers, x - buffers)
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64], key: int = 0) -> Gradient:
+        found = super().gradient(parameters, buffers, x - buffers, y)
+        mean = np.float32(0.9) * buffers + np.float32(0.1) * x.mean(axis=0)
+        return Gradient(found.loss, found.parameters, mean)
+
+    def narrow(self, kept: Channels) -> CentredMlp:
+        return CentredMlp(narrow(self.manifest, kept).manifest)
+
+
+class Reference(Protocol):
+    """A second version of a method. A device is lost when it lost what its downlink builds on."""
+
+    def train(self, device: str, round_: int) -> Personal | None:
+        """The device's round: the model it trained, None when it is lost."""
+        ...
+
+    def close(self, round_: int, devices: Sequence[str]) -> None:
+        """Fold what these devices trained last."""
+        ...
+
+    def personal(self, device: str, round_: int) -> Personal | None:
+        """The model that the device would end with, None when it is lost."""
+        ...
+
+    def forget(self, device: str) -> None:
+        """The device loses all that it kept."""
+        ...
+
+    def lost(self, device: str) -> None:
+        """The server heard that the device is lost."""
+        ...
+
+
+def rehearse(fleet: Rounds, reference: Reference, rounds: int, seed: int) -> None:
+    """Rounds of one to four devices, of which some lost what they kept and some report too late."""
+    rng = np.random.default_rng(seed)
+    for round_ in range(1, rounds + 1):
+        cohort = sorted(rng.choice(DEVICES, rng.integers(1, 5), replace=False).tolist())
+        if rng.random() < 0.3:
+            gone = rng.choice(DEVICES)
+            fleet.kept.pop(gone, None)
+            reference.forget(gone)
+        updates = {}
+        for place, d in enumerate(cohort):
+            fleet.down[d], expected = fleet.ask(d), reference.train(d, round_)
+            try:
+                updates[d] = fleet.train(d, place)
+            except LostError:
+                assert expected is None, (round_, d, "lost")
+                fleet.lose(d)
+                reference.lost(d)
+                continue
+            assert expected is not None, (round_, d, "not lost")
+            assert_same(fleet.local[d].trained, expected, (round_, d, "trained"))
+        if len(updates) > 1 and rng.random() < 0.3:
+            del updates[max(updates)]  # too late
+        fleet.close(updates)
+        if updates:
+            reference.close(round_, sorted(updates))
+        for d in DEVICES:
+            expected = reference.personal(d, round_ + 1)
+            try:
+                model = fleet.personal(d)
+            except LostError:
+                assert expected is None, (round_, d, "lost at the end")
+                continue
+            assert expected is not None, (round_, d, "not lost at the end")
+            assert_same(model, expected, (round_, d, "personal"))
+
+
+def assert_same(one: Personal, other: Personal, what: object) -> None:
+    for field in ("parameters", "buffers"):
+        a, b = getattr(one, field), getattr(other, field)
+        assert np.allclose(a, b, rtol=0, atol=2e-4), (what, field, np.abs(a - b).max())
+    if one.mask is not None or other.mask is not None:
+        assert np.array_equal(one.mask, other.mask), what
+
+
+class Descent:
+    """SGD with momentum on one vector."""
+
+    def __init__(self, start: Any, lr: float, momentum: float) -> None:
+        self.at, self.speed = np.array(start, np.float64), 0.0
+        self.lr, self.momentum = lr, momentum
+
+    def step(self, gradient: F64) -> None:
+        self.speed = self.momentum * self.speed + gradient
+        self.at = self.at - self.lr * self.speed
+
+
+def places(m: Manifest, *names: str) -> Places:
+    """Where these tensors lie in the flat vector, in its order."""
+    spans = sorted((m.tensors[n].offset, m.tensors[n].size) for n in names)
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(low, low + size) for low, size in spans)])
+
+
+def tensors(layer: Layer) -> tuple[str, ...]:
+    """The names of a layer's weights and biases."""
+    return (*layer.weights, *layer.biases)

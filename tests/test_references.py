@@ -1,0 +1,133 @@
+"""Whole federations of the mask, sign and personal methods beside second versions of them (`references`).
+
+Every setting has each of its values in some federation; which goes with which is drawn from the federation's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy_mlp import grouped, mlp
+from reference_masks import Masks
+from reference_means import Means
+from reference_signs import Signs
+from references import DEVICES, CentredMlp, centred, rehearse
+from rounds import Rounds
+
+from edge_client.bundle import Manifest
+from edge_client.data import DeviceData
+from edge_client.methods import Method, make_method
+
+ROUNDS = 5
+Choices = Mapping[str, Sequence[Any]]
+
+TRAINING: Choices = {"epochs": (1, 2), "batch": (4, 32), "momentum": (0.0, 0.9)}
+MASKS: Choices = {
+    **TRAINING,
+    "keep": (0.33, 0.8, 1.0),
+    "prune_layers": (1, 2, ["0"]),
+    "restart": ("radius", "latent"),
+    "radius": (0.1, 1.0),
+    "initial_mask": ("ones", "random"),
+    "codec": ("auto", "bits"),
+    "head": ("masked", "local"),
+    "biases": ("local", "frozen"),
+    "real_gates": (["o"], [], ["i", "g"]),
+    "lr": (1.0, 10.0),
+    "local_lr": (0.01, 0.1),
+}
+SIGNS: Choices = {
+    **TRAINING,
+    "down": ("sign", "count"),
+    "restart": ("radius", "latent"),
+    "radius": (0.5, 1.0),
+    "biases": ("local", "frozen"),
+    "codec": ("auto", "bits"),
+    "lr": (1.0, 10.0),
+    "local_lr": (0.01, 0.1),
+}
+PERSONAL: Choices = {**TRAINING, "lr": (0.03, 0.1)}
+
+
+def drawn(name: str, seed: int, choices: Choices, **given: Any) -> Method:
+    """A method with settings drawn by this number."""
+    rng = np.random.default_rng([seed, 1])
+    settings = {key: options[int(rng.integers(len(options)))] for key, options in choices.items()}
+    return make_method({"name": name, **settings, **given})
+
+
+def fleet(method: Method, m: Manifest, seed: int) -> Rounds:
+    """Devices with 5 to 20 samples, or all with 8, so that votes tie."""
+    rng, m = np.random.default_rng([seed, 2]), centred(m)
+    sizes = np.full(len(DEVICES), 8) if seed % 3 == 0 else rng.integers(5, 21, len(DEVICES))
+    data = {}
+    for d, n in zip(DEVICES, sizes, strict=True):
+        x = rng.standard_normal((n + 3, *m.input.shape)).astype(np.float32) + 0.5
+        y = rng.integers(3, size=n + 3)
+        data[d] = DeviceData(x[:n], y[:n], x[:0], y[:0], x[n:], y[n:])
+    return Rounds(method, m, ROUNDS, seed=seed, data=data, trainer=CentredMlp(m))
+
+
+def with_gates(m: Manifest) -> Manifest:
+    """The same network, its second layer declared an LSTM's: four blocks of rows."""
+    layers = list(m.layers)
+    layers[1] = layers[1].model_copy(update={"kind": "lstm", "gates": ("i", "f", "g", "o")})
+    return m.model_copy(update={"layers": tuple(layers)})
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_fedmask_is_what_its_page_says(seed: int) -> None:
+    state, down = (("global", "bit"), ("global", "count"), ("client", "bit"))[seed % 3]
+    method = drawn("fedmask", seed, {**MASKS, "group_lasso": (0.0, 2e-4, 0.01)}, state=state, down=down)
+    m = mlp(5, 6, 8, 3)
+    played = fleet(method, with_gates(m) if seed % 2 else m, seed)
+    rehearse(played, Masks(played, method), ROUNDS, seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_signed_is_fedmask_with_signs(seed: int) -> None:
+    method = drawn("signed", seed, MASKS, group_lasso=0.0)
+    played = fleet(method, mlp(5, 6, 8, 3), seed)
+    rehearse(played, Masks(played, method, signed=True), ROUNDS, seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_hidenseek_is_what_its_page_says_after_its_pruning(seed: int) -> None:
+    method: Any = drawn("hidenseek", seed, {**SIGNS, "keep": (0.5, 0.8), "prune_layers": ([], ["1"])})
+    played = fleet(method, grouped(5, 9, 8, 3), seed)
+    rehearse(played, Signs(played, method, method.prune(played.course.model).channels), ROUNDS, seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bnn_fedavg_is_what_its_page_says(seed: int) -> None:
+    method = drawn("bnn", seed, SIGNS)
+    m = mlp(5, 6, 8, 3)
+    played = fleet(method, with_gates(m) if seed % 2 else m, seed)
+    rehearse(played, Signs(played, method, None), ROUNDS, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_standalone_is_what_its_page_says(seed: int) -> None:
+    method = drawn("standalone", seed, PERSONAL)
+    played = fleet(method, mlp(5, 6, 8, 3), seed)
+    rehearse(played, Means(played, method), ROUNDS, seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lg_fedavg_is_what_its_page_says(seed: int) -> None:
+    up, feedback = (("float32", False), ("topk:0.3", False), ("topk:0.3", True))[seed % 3]
+    choices = {**PERSONAL, "num_layers": (1, 2), "global_rounds": (0, 2, 2, ROUNDS)}
+    method = drawn("lgfedavg", seed, choices, up=up, feedback=feedback)
+    played = fleet(method, mlp(5, 6, 8, 3), seed)
+    rehearse(played, Means(played, method), ROUNDS, seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_per_fedavg_is_what_its_page_says(seed: int) -> None:
+    choices = {**PERSONAL, "alpha": (0.05, 0.2), "delta": (0.01, 0.05), "personal_epochs": (0, 2)}
+    method = drawn("perfedavg", seed, choices, variant=("fo", "hf")[seed % 2])
+    played = fleet(method, mlp(5, 6, 8, 3), seed)
+    rehearse(played, Means(played, method), ROUNDS, seed)
