@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from references import F64, Descent, Places, places, tensors
 from rounds import Rounds
 
+from coord_server.guard import Limit
 from edge_client.bundle import F32
 from edge_client.task import Personal, Task
 
@@ -148,14 +149,20 @@ class Masks:
         live = np.ones(len(self.masked), np.bool_) if kept is None else kept["live"]
         return self.made(found[1] >= 0.5, live, *self.start(kept))
 
-    def close(self, round_: int, devices: Sequence[str]) -> None:
-        sent = [self.sent[d] for d in devices]
-        holders, ones = (sum(s[k].astype(int) for s in sent) for k in ("live", "bits"))
+    def close(self, round_: int, devices: Sequence[str], limits: Mapping[str, Limit]) -> None:
+        self.records |= {d: {**self.sent[d], "own": self.sent[d]["bits"]} for d in devices}
+        counted = {d: self.sent[d] for d in devices if d not in limits or not limits[d].drop}
+        if not counted:
+            return
+        holders, ones = (np.sum([s[k] for s in counted.values()], axis=0) for k in ("live", "bits"))
         shared, mean = holders >= 2, ones / np.maximum(holders, 1)
         self.share, self.averaged = np.where(shared, mean, self.share), np.where(shared, round_, self.averaged)
-        self.levels, self.gates = max(self.levels, len(devices)), np.mean([s["real"] for s in sent], axis=0)
-        for d, s in zip(devices, sent, strict=True):
-            self.records[d] = {**s, "own": np.where(shared, mean >= 0.5, s["bits"]) & s["live"]}
+        self.levels = max(self.levels, len(counted))
+        scales = [limits[d].scale if d in limits else 1 for d in counted]
+        moves = [scale * (s["real"] - self.gates) for scale, s in zip(scales, counted.values(), strict=True)]
+        self.gates = self.gates + np.mean(moves, axis=0)
+        for d, s in counted.items():
+            self.records[d]["own"] = np.where(shared, mean >= 0.5, s["bits"]) & s["live"]
 
     def forget(self, device: str) -> None:
         self.devices.pop(device, None)

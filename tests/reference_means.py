@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from edge_kernels.codecs import values
 from references import F64, Descent, places, tensors
 from rounds import Rounds
 
+from coord_server.guard import Limit
 from edge_client.bundle import F32
 from edge_client.task import Batch, Personal, Task
 
@@ -30,7 +31,7 @@ class Means:
 
     def divided(self, round_: int) -> bool:
         """Whether only the head travels."""
-        return self.c.name == "lgfedavg" and round_ > self.c.global_rounds
+        return bool(self.c.name == "lgfedavg" and round_ > self.c.global_rounds)
 
     def start(self, device: str, round_: int) -> tuple[Any, Any] | None:
         """The model that a device begins with; None when it is lost."""
@@ -98,16 +99,22 @@ class Means:
             left |= {"body": w[self.body], "buffers": buffers}
         self.devices[device], self.sent[device] = left, (sent, buffers)
 
-    def close(self, round_: int, devices: Sequence[str]) -> None:
-        if self.c.name == "standalone":
+    def close(self, round_: int, devices: Sequence[str], limits: Mapping[str, Limit]) -> None:
+        counted = [d for d in devices if d not in limits or not limits[d].drop]
+        if self.c.name == "standalone" or not counted:
             return
-        samples = np.array([len(self.fleet.task(d).data.y) for d in devices], float)
-        w, buffers = (np.average([self.sent[d][i] for d in devices], axis=0, weights=samples) for i in (0, 1))
+        weights = [limits[d].weight if d in limits else len(self.fleet.task(d).data.y) for d in counted]
+        scales = [limits[d].scale if d in limits else 1 for d in counted]
+
+        def moved(now: Any, which: int) -> F64:
+            moves = [scale * (self.sent[d][which] - now) for scale, d in zip(scales, counted, strict=True)]
+            return np.asarray(now + np.average(moves, axis=0, weights=weights))
+
         if self.divided(round_):
-            self.w[self.head] = w
-            self.records |= set(devices)
+            self.w[self.head] = moved(self.w[self.head], 0)
+            self.records |= set(counted)
         else:
-            self.w, self.buffers = w, buffers
+            self.w, self.buffers = moved(self.w, 0), moved(self.buffers, 1)
 
     def personal(self, device: str, round_: int) -> Personal | None:
         begin = self.start(device, round_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from edge_kernels import counter
 from references import F64, Descent, places, tensors
 from rounds import Rounds
 
+from coord_server.guard import Limit
 from edge_client.bundle import F32
 from edge_client.narrow import Channels, narrow
 from edge_client.task import Personal
@@ -96,12 +97,15 @@ class Signs:
     def personal(self, device: str, round_: int) -> Personal | None:
         return None if self.is_lost(device) else self.made(self.mean, *self.start(self.devices.get(device)))
 
-    def close(self, round_: int, devices: Sequence[str]) -> None:
-        samples = [len(self.fleet.task(d).data.y) for d in devices]
-        weights = [1] * len(devices) if self.c.down == "count" else samples
-        mean = sum(n * self.sent[d] for n, d in zip(weights, devices, strict=True)) / sum(weights)
+    def close(self, round_: int, devices: Sequence[str], limits: Mapping[str, Limit]) -> None:
+        counted = [d for d in devices if d not in limits or not limits[d].drop]
+        if not counted:
+            return
+        samples = [limits[d].weight if d in limits else len(self.fleet.task(d).data.y) for d in counted]
+        weights = [1] * len(counted) if self.c.down == "count" else samples
+        mean = np.average([self.sent[d] for d in counted], axis=0, weights=weights)
         self.mean = mean if self.c.down == "count" else np.where(mean >= 0, 1.0, -1.0)
-        self.records |= set(devices)
+        self.records |= set(counted)
 
     def forget(self, device: str) -> None:
         self.devices.pop(device, None)

@@ -7,7 +7,7 @@ trains and every model that it would end with. Gradients and the order of batche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp
 from rounds import Rounds
 
+from coord_server.guard import Limit
 from edge_client.bundle import F32, Init, Layer, Manifest, Tensor
 from edge_client.errors import LostError
 from edge_client.narrow import Channels, narrow
@@ -55,8 +56,8 @@ class Reference(Protocol):
         """The device's round: the model it trained, None when it is lost."""
         ...
 
-    def close(self, round_: int, devices: Sequence[str]) -> None:
-        """Fold what these devices trained last."""
+    def close(self, round_: int, devices: Sequence[str], limits: Mapping[str, Limit]) -> None:
+        """Fold what these devices trained last, within the guard's limits."""
         ...
 
     def personal(self, device: str, round_: int) -> Personal | None:
@@ -73,7 +74,7 @@ class Reference(Protocol):
 
 
 def rehearse(fleet: Rounds, reference: Reference, rounds: int, seed: int) -> None:
-    """Rounds of one to four devices, of which some lost what they kept and some report too late."""
+    """Rounds of one to four devices: some lost what they kept, some report too late, the guard limits or drops some."""
     rng = np.random.default_rng(seed)
     for round_ in range(1, rounds + 1):
         cohort = sorted(rng.choice(DEVICES, rng.integers(1, 5), replace=False).tolist())
@@ -95,9 +96,11 @@ def rehearse(fleet: Rounds, reference: Reference, rounds: int, seed: int) -> Non
             assert_same(fleet.local[d].trained, expected, (round_, d, "trained"))
         if len(updates) > 1 and rng.random() < 0.3:
             del updates[max(updates)]  # too late
-        fleet.close(updates)
+        limited = list(updates)[:1] if rng.random() < 0.4 else []
+        limits = {d: Limit(0.25, 3.0, bool(rng.random() < 0.5), "as the test wants") for d in limited}
+        fleet.close(updates, limits=limits)
         if updates:
-            reference.close(round_, sorted(updates))
+            reference.close(round_, sorted(updates), limits)
         for d in DEVICES:
             expected = reference.personal(d, round_ + 1)
             try:
@@ -113,7 +116,8 @@ def assert_same(one: Personal, other: Personal, what: object) -> None:
     for field in ("parameters", "buffers"):
         a, b = getattr(one, field), getattr(other, field)
         assert np.allclose(a, b, rtol=0, atol=2e-4), (what, field, np.abs(a - b).max())
-    if one.mask is not None or other.mask is not None:
+    assert (one.mask is None) == (other.mask is None), what
+    if one.mask is not None and other.mask is not None:
         assert np.array_equal(one.mask, other.mask), what
 
 
@@ -121,7 +125,8 @@ class Descent:
     """SGD with momentum on one vector."""
 
     def __init__(self, start: Any, lr: float, momentum: float) -> None:
-        self.at, self.speed = np.array(start, np.float64), 0.0
+        self.at: F64 = np.array(start, np.float64)
+        self.speed = np.zeros_like(self.at)
         self.lr, self.momentum = lr, momentum
 
     def step(self, gradient: F64) -> None:

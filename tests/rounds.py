@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from numpy_mlp import NumpyMlp, clusters, mlp, model, secret
 
-from coord_server import aggregation
+from coord_server import aggregation, guard
 from coord_server.aggregation import Contribution
+from coord_server.guard import Limit
 from edge_client.bundle import Manifest, Model
 from edge_client.data import DeviceData
 from edge_client.device import local
@@ -158,8 +160,16 @@ class Rounds:
         assert self.method.kept_type is not None
         return from_arrays(self.method.kept_type, decode(encode(Payload(kept))).arrays)
 
-    def close(self, updates: Mapping[str, Payload], places: Mapping[str, int] | None = None) -> None:
-        """The server's half of a round: these updates folded into the next state. Without any the state stays."""
+    def close(
+        self,
+        updates: Mapping[str, Payload],
+        places: Mapping[str, int] | None = None,
+        limits: Mapping[str, Limit] | None = None,
+    ) -> None:
+        """The server's half of a round: these updates folded into the next state. Without any the state stays.
+
+        `limits` are those of the guard, by device; it finds none of its own.
+        """
         self.round += 1
         self.seen |= updates.keys()
         self.took_part = sorted(updates)
@@ -172,9 +182,10 @@ class Rounds:
             checked = aggregation.check_update(self.method, a, self.state, record, data)
             self.read[d] = checked.update
             contributions.append(Contribution(d, checked, record, {}, a.place))
-        closed = aggregation.close_round(
-            self.method, self.course, self.round, self.state, contributions, {}, "none", len(self.seen)
-        )
+        with patch.object(guard, "limits", return_value=limits or {}):
+            closed = aggregation.close_round(
+                self.method, self.course, self.round, self.state, contributions, {}, "none", len(self.seen)
+            )
         self.state = aggregation.unpack(self.method.state_type, aggregation.pack(closed.state))
         self.records |= {d: self.unpacked(record) for d, record in closed.records.items()}
 
