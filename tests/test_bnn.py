@@ -135,10 +135,10 @@ def test_what_tells_of_a_flip_is_the_votes_in_32_levels_and_the_tensor_in_128() 
     assert [b.size for b in part.blocks] == [48, 40]
     place = np.repeat([0, 1], [48, 40])
     few = np.arange(MASKED) % 5
-    found = signs.Received(few.astype(np.uint8), 4).contexts(part)
+    found = signs.State(few.astype(np.uint8), 4).contexts(part)
     assert found.tolist() == (128 * few + place).tolist()
     many = np.arange(MASKED) % 64
-    found = signs.Received(many.astype(np.uint8), 63).contexts(part)
+    found = signs.State(many.astype(np.uint8), 63).contexts(part)
     assert found.tolist() == (128 * (many // 2) + place).tolist()
 
 

@@ -62,7 +62,7 @@ def test_the_magnitudes_stay_frozen_and_the_head_learns() -> None:
 @pytest.mark.parametrize("down", DOWNS)
 def test_latents_start_at_the_radius_times_the_mean_of_the_signs(down: Any) -> None:
     method = HideNseek(keep=1, down=down, radius=0.5)
-    received = signs.Received(np.array([0, 1, 2, 3, 4, 4], np.uint8), 4)
+    received = signs.State(np.array([0, 1, 2, 3, 4, 4], np.uint8), 4)
     assert method.latents(received, None).tolist() == [-0.5, -0.25, 0, 0.25, 0.5, 0.5]
     own = np.array([-3, 2, 1, -1, 0.1, 0], np.float32)
     kept = signs.Kept(np.zeros(0, np.float32), np.zeros(0, np.float32), own)

@@ -53,39 +53,11 @@ Votes = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class State:
-    """How many of `votes` votes for each sign were +1, [masked]. The majority alone is one vote.
+    """How many of `votes` votes for each sign were +1, [masked], as the server has it and as a device receives it.
 
-    `units` are the packed bits of the pruned network, None when the method prunes nothing.
+    The majority alone is one vote. `units` are the packed bits of the pruned network, None when the method prunes
+    nothing.
     """
-
-    plus: Votes
-    votes: int
-    units: Packed | None = None
-
-
-@dataclass(frozen=True)
-class Record:
-    """The last round in which a device reported. It holds the units since."""
-
-    round: int
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a device keeps: its own float32 parameters and statistics, and with ``restart = "latent"`` its latents.
-
-    They are of the network of `units`, as in `State`.
-    """
-
-    local: F32
-    buffers: F32
-    latents: F32 | None = None
-    units: Packed | None = None
-
-
-@dataclass(frozen=True)
-class Received:
-    """A downlink: the votes as in `State`, and the units that it brought or the device held."""
 
     plus: Votes
     votes: int
@@ -109,6 +81,26 @@ class Received:
         places = np.repeat(blocks, [b.size for b in masked.blocks]).astype(np.uint16)
         contexts: NDArray[np.uint16] = votes.astype(np.uint16) * np.uint16(_PLACES) + places
         return contexts
+
+
+@dataclass(frozen=True)
+class Record:
+    """The last round in which a device reported. It holds the units since."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a device keeps: its own float32 parameters and statistics, and with ``restart = "latent"`` its latents.
+
+    They are of the network of `units`, as in `State`.
+    """
+
+    local: F32
+    buffers: F32
+    latents: F32 | None = None
+    units: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -229,9 +221,9 @@ class SignMasks(Method):
         return changes.limit(weights(model.manifest, model.manifest.layers).size)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
-        due, what = Received(state.plus, state.votes), f"the update of {a.device!r} in round {a.round}"
-        contexts = due.contexts(self.parts(network(a.course, state.units).model).masked)
-        signs = changes.decode(self.codec, payload, due.signs, what, contexts=contexts)
+        what = f"the update of {a.device!r} in round {a.round}"
+        contexts = state.contexts(self.parts(network(a.course, state.units).model).masked)
+        signs = changes.decode(self.codec, payload, state.signs, what, contexts=contexts)
         return Update(bitset.pack(signs), count(payload, "samples", MAX_SAMPLES))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence | None:
@@ -264,7 +256,7 @@ class SignMasks(Method):
 
     # --- client half
 
-    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> Received:
+    def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:
         what, units, once = f"the downlink of round {a.round}", None, (UNITS,) if self.prunes else ()
         if self.prunes:
             units = downlink.arrays.get(UNITS)
@@ -275,14 +267,14 @@ class SignMasks(Method):
         own = self.own_signs(network(a.course, units).model)
         if self.down == "sign":
             majority = changes.decode(self.codec, downlink, own, what, once)
-            return Received(majority.astype(np.uint8), 1, units)
+            return State(majority.astype(np.uint8), 1, units)
         votes = count(downlink, "votes", MOST_VOTES)
         guess = own * counts.dtype_for(votes).type(votes)
         with decoding(what):
             plus = counts.decode(coded(downlink, COUNTS, once), own.size, votes, guess)
-        return Received(plus, votes, units)
+        return State(plus, votes, units)
 
-    def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
+    def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """A few epochs of SGD on the latents and on the device's own float32 parameters."""
         net = network(task.assignment.course, received.units)
         task, kept = net.task(task), of_units(kept, received.units)
@@ -298,7 +290,7 @@ class SignMasks(Method):
         own = Kept(parts.local.gather(values), buffers, left, received.units)
         return Local(own, sent, net.personal(values, buffers), loss)
 
-    def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
+    def personal(self, task: Task, kept: Kept | None, received: State) -> Personal:
         """The majority's signs under the device's own head; an untrained head for a device that never took part."""
         net = network(task.assignment.course, received.units)
         model = net.model
@@ -314,7 +306,7 @@ class SignMasks(Method):
             self.parts(model).local.scatter(kept.local, values)
         return values, buffers
 
-    def latents(self, received: Received, kept: Kept | None) -> F32:
+    def latents(self, received: State, kept: Kept | None) -> F32:
         """Latents from the received mean, or the device's own where the sign came back."""
         latents: F32 = np.float32(self.radius) * received.mean
         if kept and kept.latents is not None:
