@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import codec_readers
 import numpy as np
 import pytest
 from edge_kernels import bits, counter, synflow
@@ -171,6 +172,21 @@ def test_head_biases_and_statistics_never_leave_the_device(down: Any) -> None:
     assert set(fleet.down["a"].arrays) == {"changes.auto" if down == "sign" else "counts"}
     heads = [fleet.local[d].trained.parameters[M.tensors["2.w"].span] for d in "ab"]
     assert not np.array_equal(*heads)
+
+
+@pytest.mark.parametrize("down", DOWNS)
+def test_a_reader_that_has_the_page_alone_finds_the_signs_of_an_update(down: Any) -> None:
+    fleet = SignFleet(HideNseek(keep=1, lr=1000, down=down, codec="entropy"), grouped(mlp(40, 60, 30, 3)))
+    fleet.play("a", "b", "c")
+    state: signs.State = fleet.state
+    fleet.play("a")
+    count, n, tensor = state.plus.astype(int), state.votes, np.repeat([0, 1], [40 * 60, 60 * 30])
+    contexts = 128 * (count * 32 // max(32, n + 1)) + tensor * 128 // max(128, 2)
+    data = fleet.up["a"].arrays["changes.entropy"].tobytes()
+    assert data[0] != 15  # which would leave the contexts out
+    sent = 2 * count >= n
+    sent[codec_readers.entropy(data, count.size, contexts.tolist())] ^= True
+    assert np.array_equal(bits.pack(sent), fleet.read["a"].signs)
 
 
 def test_bits_take_one_bit_a_sign_both_ways() -> None:
