@@ -125,14 +125,18 @@ def test_theta_moves_by_the_mean_of_mask_less_reference() -> None:
     np.testing.assert_array_equal(fleet.theta(), np.clip(0.95 + net / 3, 0.01, 0.99))
 
 
-@pytest.mark.parametrize(("theta0", "cohort"), [(0.95, 10), (0.95, 3), (0.5, 4), (0.5, 1), (0.3, 7)])
-def test_the_steps_of_theta_reach_both_ends_and_no_farther_than_the_first_beyond_them(
-    theta0: float, cohort: int
+@pytest.mark.parametrize("cohort", [1, 3, 7, 10, 20, 50, 100, 1000])
+@pytest.mark.parametrize(("theta0", "clip"), [(0.95, 0.01), (0.95, 0.008), (0.5, 0.01), (0.5, 0.4), (0.3, 0.05)])
+def test_the_steps_of_theta_reach_both_ends_and_each_step_inwards_moves_it(
+    theta0: float, clip: float, cohort: int
 ) -> None:
-    below, top = steps(theta0, cohort)
-    ends = theta0 - below / cohort, theta0 + (top - below) / cohort
-    assert ends[0] <= 0 < ends[0] + 1 / cohort
-    assert ends[1] - 1 / cohort < 1 <= ends[1]
+    method, c = Coupled(theta0=theta0, clip=clip), replace(course(TRAINED), cohort=cohort)
+    below, top = method.ends(c)
+    theta = method.theta(c, Posterior(np.arange(top + 1, dtype=np.uint32), top))
+    assert [theta[0], theta[below], theta[-1]] == pytest.approx([clip, theta0, 1 - clip])
+    moved = np.diff(theta)
+    assert (moved > 1e-6).all()
+    np.testing.assert_allclose(moved[1:-1], 1 / cohort)
 
 
 def _uniforms(fleet: MaskFleet, a: Assignment) -> NDArray[np.float64]:
@@ -158,16 +162,18 @@ def test_both_sides_hold_the_same_counts_whatever_rounds_a_device_missed(
 def test_steps_end_at_the_lowest_and_at_the_highest_theta() -> None:
     """theta0 = .95 in steps of a tenth: ten below it and one above. Devices all down, all up, and in between."""
     none = Posterior(np.zeros(5, np.uint32), 0)
-    first = stepped(none, 0.95, 10, np.array([-10, -9, 0, 1, 10]), 10, 0)
+    ends = steps(0.95, 10, 0.01)
+    assert ends == (10, 11)
+    first = stepped(none, ends, 10, np.array([-10, -9, 0, 1, 10]), 10, 0)
     assert (first.ones.tolist(), first.masks) == ([0, 1, 10, 11, 11], 11)
-    then = stepped(first, 0.95, 10, np.array([-1, 2, -10, -2, 0]), 10, 0)
+    then = stepped(first, ends, 10, np.array([-1, 2, -10, -2, 0]), 10, 0)
     assert then.ones.tolist() == [0, 3, 0, 9, 11]
 
 
 def test_a_partial_cohort_moves_theta_as_far_in_expectation() -> None:
     method, c = Coupled(aggregate="difference"), MaskFleet(Coupled(), TRAINED).course
     net = np.ones(20_000, np.int64)
-    before = Posterior(np.zeros(net.size, np.uint32), steps(0.95, c.cohort)[1])
+    before = Posterior(np.zeros(net.size, np.uint32), method.ends(c)[1])
     after = method.advanced(c, 1, before, np.zeros(net.size, np.int64), net, 2)  # two of three devices, both up once
     assert abs(after.ones.mean() - 1.5) < 0.02
 

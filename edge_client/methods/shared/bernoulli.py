@@ -183,10 +183,14 @@ class BernoulliMasks(MaskedNetwork):
         if not posterior.masks:
             return self.first_theta(course)
         if self.by_difference(course.model):
-            moved = posterior.ones.astype(np.float64) - steps(self.theta0, course.cohort)[0]
+            moved = posterior.ones.astype(np.float64) - self.ends(course)[0]
             return self._clipped(self.theta0 + moved / course.cohort)
         alpha, total = self.prior + posterior.ones.astype(np.float64), 2 * self.prior + posterior.masks
         return self._clipped(alpha / total if self.posterior == "mean" else (alpha - 1) / (total - 2))
+
+    def ends(self, course: Course) -> tuple[int, int]:
+        """By differences: the steps below theta0, and all of them."""
+        return steps(self.theta0, course.cohort, self.clip)
 
     def _clipped(self, theta: F64) -> F64:
         inside: F64 = np.clip(theta, self.clip, 1 - self.clip)
@@ -203,7 +207,7 @@ class BernoulliMasks(MaskedNetwork):
         """The posterior after a round of `masks` masks, whose ones are ``reference + net`` at each element."""
         if self.by_difference(course.model):
             stream = counter.key(course.seed, "partial cohort", round_)
-            return stepped(before, self.theta0, course.cohort, net, masks, stream)
+            return stepped(before, self.ends(course), course.cohort, net, masks, stream)
         new = Posterior(self.counted(reference + net, masks), masks)
         return new if self.resets(course, round_) else Posterior(new.ones + before.ones, new.masks + before.masks)
 

@@ -45,18 +45,23 @@ def drawn(seed: int, n: int, theta0: float, spread: float, clip: float) -> F64:
     return on_grid
 
 
-def steps(theta0: float, cohort: int) -> tuple[int, int]:
-    """By differences: how many steps of 1 / cohort theta0 lies above the lowest theta, and the highest step."""
-    below = math.ceil(theta0 * cohort)
-    return below, below + math.ceil((1 - theta0) * cohort)
+def steps(theta0: float, cohort: int, clip: float) -> tuple[int, int]:
+    """By differences: how many steps of 1 / cohort theta0 lies above the lowest theta, and the highest step.
+
+    The outermost steps are the first that reach `clip` and ``1 - clip``, so that every step inwards moves theta.
+    """
+    least = 1e-9  # (0.99 - 0.95) * 100 is above 4
+    below, above = (math.ceil(room * cohort - least) for room in (theta0 - clip, 1 - clip - theta0))
+    return below, below + above
 
 
-def stepped(before: Posterior, theta0: float, cohort: int, net: Ints, masks: int, stream: int) -> Posterior:
+def stepped(before: Posterior, ends: tuple[int, int], cohort: int, net: Ints, masks: int, stream: int) -> Posterior:
     """The posterior after theta moved by ``net / masks``, `net` the sum over `masks` devices of mask less reference.
 
-    A round with fewer masks than the cohort moves theta as far in expectation: it rounds with uniforms of `stream`.
+    `ends` are those of `steps`. A round with fewer masks than the cohort moves theta as far in expectation: it rounds
+    with uniforms of `stream`.
     """
-    below, top = steps(theta0, cohort)
+    below, top = ends
     step = net
     if masks != cohort:
         step = (net * cohort + np.floor(counter.uniform(stream, net.size) * masks).astype(np.int64)) // masks
