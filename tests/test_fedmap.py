@@ -635,6 +635,17 @@ def test_a_pruning_that_falls_to_a_round_without_an_update_is_made_up_for(method
         assert p.receive(device).mask.sum() == due[5]
 
 
+@pytest.mark.parametrize("method", [small(schedule="continuous"), lin(schedule="continuous")])
+def test_the_final_model_has_the_mask_that_it_was_trained_under_when_the_operator_ends_early(method: FedMap) -> None:
+    p = play(method, rounds=12).run(5)
+    p.course = replace(p.course, rounds=6)  # the new schedule would leave fewer weights by now
+    p.run(1)
+    trained = p.received["a"].mask
+    assert method.keep_count(p.course, 6) < trained.sum()
+    for device in DEVICES:
+        assert (p.receive(device).mask == trained).all()
+
+
 def test_in_a_new_period_without_an_update_since_the_old_devices_get_its_mask_at_once() -> None:
     p, seen = play(lin()).run(1), []
     for _ in range(2):

@@ -332,13 +332,13 @@ class FedMap(Coded):
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
-        """Move theta by the mean change, then prune it for the next round."""
+        """Move theta by the mean change, then prune it for the next round: what no round would train stays as it is."""
         manifest, (change, buffers) = course.model.manifest, total
         if splits := self.splits(course, round_) is not None:
             change.weight += state.weight  # of the reflections that theta is the mean of: they change by nothing
         before = unpacked(manifest, state.mask)
         theta = moved(manifest, state.theta, before, change.value)
-        mask = self.pruned(course, round_ + 1, theta, before)
+        mask = self.pruned(course, round_ + 1, theta, before) if round_ < course.rounds else before
         statistics = buffers.value if self.sent_buffers(manifest) else state.buffers
         return State(theta, bitset.pack(mask), statistics, change.value, change.weight if splits else 0.0), {}
 
