@@ -235,16 +235,12 @@ class FedMap(Coded):
         return max(self.remaining(course, round_, part.size), len(part.blocks))
 
     def pruned(self, course: Course, round_: int, theta: F32, mask: Bits) -> Bits:
-        """M_t within M_(t-1), by LAMP; `theta` becomes zero outside it, in place."""
-        part = prunable(course.model.manifest)
-        live, keep = np.flatnonzero(mask), self.keep_count(course, round_)
-        if keep >= live.size:
+        """M_t within M_(t-1), by LAMP; `theta`, zero outside M_(t-1), becomes zero outside M_t, in place."""
+        part, keep = prunable(course.model.manifest), self.keep_count(course, round_)
+        if keep >= np.count_nonzero(mask):
             return mask
         values = part.gather(theta)
-        cuts = [int(np.searchsorted(live, place.stop)) for place in part.places]
-        layers = [slice(low, high) for low, high in zip([0, *cuts[:-1]], cuts, strict=True)]
-        left = np.zeros(part.size, np.bool_)
-        left[live[keep_largest(lamp_scores(values[live], layers), keep)]] = True
+        left = keep_largest(np.where(mask, lamp_scores(values, part.places), -1.0), keep)
         part.scatter(np.where(left, values, np.float32(0)), theta)
         return left
 
@@ -392,7 +388,8 @@ class FedMap(Coded):
         end = reflected(x, y) if dr else x
         values, packed = received.theta[live], bitset.pack(received.mask)
         change, fixed = end[live] - values, np.zeros(values.size, np.bool_)  # what is frozen is not live
-        arrays, left = self.uplink.send_change(a, change, fixed, self.residual(a.model, kept, live))
+        residual = None if kept is None or kept.residual is None else carried(a.model, kept, kept.residual, live)
+        arrays, left = self.uplink.send_change(a, change, fixed, residual)
         if self.sent_buffers(manifest):
             arrays["buffers"] = buffers
         update = Payload(arrays, {"fingerprint": fingerprint(packed, values)})
@@ -403,19 +400,16 @@ class FedMap(Coded):
         """y = M y + alpha (theta - M x) with the device's last y and x; theta itself in its first round."""
         y: F32 = received.theta.copy()
         if kept is not None and kept.splitting is not None:
-            before = alive(model.manifest, unpacked(model.manifest, kept.mask))
-            x, last = (expanded(model, before, v)[live] for v in (kept.splitting.x, kept.splitting.y))
+            x, last = (carried(model, kept, v, live) for v in (kept.splitting.x, kept.splitting.y))
             y[live] = following(Splitting(x, last), y[live], alpha)
         return y
-
-    def residual(self, model: Model, kept: Kept | None, live: Bits) -> F32 | None:
-        """What a device kept of its last change, at the weights of this round: 0 where one has come back."""
-        if kept is None or kept.residual is None:
-            return None
-        before = alive(model.manifest, unpacked(model.manifest, kept.mask))
-        return expanded(model, before, kept.residual)[live]
 
     def personal(self, task: Task, kept: Kept | None, received: Received) -> Personal:
         """The global model as it is."""
         mask = unmasked(task.assignment.model.manifest, received.mask)
         return Personal(received.theta, received.buffers, mask)
+
+
+def carried(model: Model, kept: Kept, values: F32, live: Bits) -> F32:
+    """What a device kept for each weight of its last mask, at the weights of this round: 0 where one has come back."""
+    return expanded(model, alive(model.manifest, unpacked(model.manifest, kept.mask)), values)[live]
