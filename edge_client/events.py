@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -59,9 +61,9 @@ class Watch:
 class Log:
     """One line an event, for logs and pipes, as text or JSON; what goes on is repeated only after a while."""
 
-    def __init__(self, json: bool = False) -> None:
+    def __init__(self, as_json: bool = False) -> None:
         self._said, self._at, self._epoch = "", 0.0, (0, "", 0)
-        self._write = _json if json else _text
+        self._write = _json if as_json else _text
 
     def __call__(self, event: Event) -> None:
         now = time.monotonic()
@@ -87,13 +89,16 @@ def _text(event: Event) -> str:
 
 
 def _json(event: Event) -> str:
-    from structlog.processors import JSONRenderer, TimeStamper
-
     said: dict[str, Any] = {"event": event.text, "level": "warning" if event.kind == "failed" else "info"}
     said |= {"kind": event.kind, "round": event.round, "seconds": event.seconds}
     said |= {} if event.progress is None else asdict(event.progress)
-    stamped = TimeStamper(fmt="iso", utc=True)(None, "", {k: v for k, v in said.items() if v is not None})
-    return str(JSONRenderer()(None, "", stamped))
+    said["timestamp"] = timestamp(time.time())
+    return json.dumps({name: value for name, value in said.items() if value is not None})
+
+
+def timestamp(seconds: float) -> str:
+    """A time since the epoch in ISO 8601, UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")
 
 
 class Terminal:

@@ -8,19 +8,20 @@ such kind.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
-from collections.abc import Callable, MutableMapping
-from typing import Any, Literal, TextIO
+from collections.abc import Callable
+from typing import Literal, TextIO
 
-import structlog
-
-from edge_client.events import shown
+from edge_client.events import shown, timestamp
 
 Format = Literal["text", "json"]
 MOST, WINDOW = 20, 60.0  # records of one kind that are written in so many seconds
 LONGEST = 2000  # characters of a message: what was refused may be long
+# What every record has; anything more came as `extra`. Another handler's formatter may have added the last two.
+COMMON = frozenset(vars(logging.makeLogRecord({}))) | {"limited", "message", "asctime"}
 
 
 class Limit(logging.Filter):
@@ -49,42 +50,33 @@ class Limit(logging.Filter):
         return True
 
 
+class Line(logging.Formatter):
+    """A record in one line: time, level and message, with a traceback below; or a JSON object with its fields."""
+
+    def __init__(self, form: Format) -> None:
+        super().__init__()
+        self._form = form
+
+    def format(self, record: logging.LogRecord) -> str:
+        text, level, at = record.getMessage(), record.levelname.lower(), timestamp(record.created)
+        if len(text) > LONGEST:
+            text = f"{text[:LONGEST]} ... ({len(text)} characters)"
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        if self._form == "json":
+            extra = {name: value for name, value in vars(record).items() if name not in COMMON}
+            fault = {"exception": trace} if trace else {}
+            return json.dumps({"event": text, "level": level, **extra, "timestamp": at, **fault}, default=str)
+        line = f"{at[:19]}Z {level:7} {shown(text)}".replace("\n", "\N{REPLACEMENT CHARACTER}")
+        return f"{line}\n{shown(trace)}" if trace else line
+
+
 def set_up(form: Format, level: str, stream: TextIO | None = None) -> None:
     """Write this process's log to `stream`, by default the standard error, in place of what was set up before."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.addFilter(Limit())
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[
-                structlog.stdlib.add_log_level,
-                structlog.stdlib.ExtraAdder(),
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-            ],
-            processors=[
-                structlog.processors.format_exc_info,
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                _short,
-                structlog.processors.JSONRenderer(default=str) if form == "json" else _line,
-            ],
-        )
-    )
+    handler.setFormatter(Line(form))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
-
-
-def _short(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    text = str(fields["event"])
-    if len(text) > LONGEST:
-        fields["event"] = f"{text[:LONGEST]} ... ({len(text)} characters)"
-    fields.pop("limited", None)
-    return fields
-
-
-def _line(_: Any, __: str, fields: MutableMapping[str, Any]) -> str:
-    """Time, level and message in one line, whatever the message holds; a traceback below it."""
-    text = shown(str(fields["event"])).replace("\n", "\N{REPLACEMENT CHARACTER}")
-    trace = f"\n{shown(fields['exception'])}" if "exception" in fields else ""
-    return f"{fields['timestamp'][:19]}Z {fields['level']:7} {text}{trace}"

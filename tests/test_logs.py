@@ -126,7 +126,7 @@ def test_a_log_has_a_line_an_epoch_and_not_more_than_one_in_a_few_seconds(
 
 
 def test_a_log_of_events_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Log(json=True)
+    log = Log(as_json=True)
     log(Event("failed", "round 1 failed\n\x1b[2J", 1))
     monkeypatch.setattr(events, "EPOCHS_APART", 0.0)
     log(steps(10.0)[0][0])
