@@ -24,7 +24,7 @@ def installed(backend: str, advice: str = "") -> EntryPoint:
     """The entry point of a backend. Raises ConfigError with the choices and `advice` when there is none."""
     found = extras.installed("maskfleet.trainers")
     if backend not in found:
-        raise ConfigError(f"there is no training backend {backend!r}; choose one of {sorted(found)}{advice}")
+        raise ConfigError(f"there is no training backend {backend!r}; choose one of {', '.join(sorted(found))}{advice}")
     return found[backend]
 
 
@@ -33,6 +33,6 @@ def check_parts(backend: str, manifest: Manifest) -> None:
     missing = sorted(set(PARTS.get(backend, ())) - manifest.parts.keys())
     if missing:
         raise ConfigError(
-            f"training backend {backend!r} needs {missing} of bundle {manifest.name!r}, which has only "
-            f"{sorted(manifest.parts)}; export the bundle with it, or choose another backend"
+            f"training backend {backend!r} needs {', '.join(missing)} of bundle {manifest.name!r}, which has only "
+            f"{', '.join(sorted(manifest.parts))}; export the bundle with it, or choose another backend"
         )

@@ -355,7 +355,7 @@ class Bundle:
         path, entry = self.folder / name, self.manifest.parts.get(name)
         if entry is None:
             raise BundleError(
-                f"bundle {self.manifest.name!r} has no part {name!r}; it has {sorted(self.manifest.parts)}"
+                f"bundle {self.manifest.name!r} has no part {name!r}; it has {', '.join(sorted(self.manifest.parts))}"
             )
         if not path.is_file() or digest(path.read_bytes()) != entry.sha256:
             raise BundleError(f"{path} is missing or does not match its SHA-256; fetch or export the bundle again")

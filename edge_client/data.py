@@ -162,7 +162,7 @@ def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
     """A device's arrays, checked as far as that needs no bundle; `what` names them in errors. Raises DataError."""
     missing = {"x", "y"} - arrays.keys()
     if missing:
-        raise DataError(f"{what} lacks {sorted(missing)}; it has {sorted(arrays)}: {ADVICE}")
+        raise DataError(f"{what} lacks {' and '.join(sorted(missing))}; it has {', '.join(sorted(arrays))}: {ADVICE}")
     y = arrays["y"]
     _check_lengths(arrays["x"], y, what)
     if y.dtype.kind not in "fiub":

@@ -244,7 +244,7 @@ def _arrays(**changed: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
     ("arrays", "said"),
     [
         (None, "there is no data file"),
-        (_arrays(y=None), r"lacks \['y'\]"),
+        (_arrays(y=None), r"lacks y;"),
         (_arrays(y=np.zeros(3, np.int64)), r"samples of shape \(4, 3\) but labels of shape \(3,\)"),
         (_arrays(x=np.zeros((1, 3)), y=np.zeros(1, np.int64)), "holds 1 sample;"),
         (_arrays(x_test=np.zeros((1, 3))), "has x_test but no y_test"),
@@ -298,7 +298,7 @@ def test_a_folder_with_the_name_of_an_earlier_version_says_what_to_do(tmp_path: 
 
 
 def test_a_backend_that_is_not_installed_is_refused_before_a_token_is_used_up(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no training backend 'abacus'; choose one of .*'onnxruntime'") as refused:
+    with pytest.raises(ConfigError, match=r"choose one of executorch, onnxruntime, torch") as refused:
         device(tmp_path, Coordinator(), backend="abacus")
     assert exit_code(refused.value) == ExitCode.CONFIG
 
@@ -319,9 +319,7 @@ def test_a_device_whose_backend_cannot_run_the_model_never_asks_for_work(
         raise RuntimeError("Fail: no node")
 
     asked: list[tuple[str, str]] = []
-    with pytest.raises(
-        ConfigError, match=r"'torch' needs \['model-eval\.pt2', 'model\.pt2'\] of bundle 'tiny'"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"'torch' needs model-eval\.pt2, model\.pt2 of bundle 'tiny'") as refused:
         device(tmp_path / "part", first := Coordinator(), backend="torch").run()
     assert exit_code(refused.value) == ExitCode.CONFIG
     asked += first.requests

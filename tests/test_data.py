@@ -122,7 +122,7 @@ def test_the_smallest_group_is_kept_for_testing_when_all_are_large_and_a_single_
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [
-        ({"x": X}, "lacks ['y']"),
+        ({"x": X}, "lacks y;"),
         ({"x": X[:, :2], "y": Y}, "shape (2,), the model takes (3,)"),
         ({"x": X, "y": Y[:5]}, "one label a sample"),
         ({"x": X, "y": Y + 1}, "label 2 at index 1 is outside 0..1"),

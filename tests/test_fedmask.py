@@ -112,7 +112,7 @@ def test_layers_can_be_named() -> None:
     assert FedMask(prune_layers=("0",)).division(model(M)).kept == (6,)
     assert FedMask(prune_layers=9).division(model(M)).kept == FedMask(prune_layers=3).division(model(M)).kept
     assert FedMask(prune_layers=("2", "0")).division(model(M)).prunable.tolist() == [*range(30), *range(50, MASKED)]
-    with pytest.raises(ConfigError, match=r"masked layers are \['0', '1', '2'\]"):
+    with pytest.raises(ConfigError, match="masked layers are 0, 1, 2; name some"):
         FedMask(prune_layers=("9",)).division(model(M))
 
 

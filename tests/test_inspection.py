@@ -89,7 +89,7 @@ def test_other_bytes_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"PNG....")
     with pytest.raises(PayloadError, match="not a maskfleet payload"):
         payload(tmp_path / "other")
-    with pytest.raises(PayloadError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         payload(tmp_path / "none")
 
 

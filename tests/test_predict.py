@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_a_sentence(tmp_path: Path) -> None:
             predict_file(path, data(tmp_path / "bad.npz", **arrays))
     with pytest.raises(ConfigError, match=r"\.npz or \.csv"):
         predict(path, fits, out=tmp_path / "p.txt")
-    with pytest.raises(BundleError, match="there is no file"):
+    with pytest.raises(ConfigError, match="there is no file"):
         predict_file(tmp_path / "none.onnx", fits)
     (tmp_path / "junk.onnx").write_bytes(b"junk")
     with pytest.raises(BundleError, match="cannot open"):

@@ -117,7 +117,7 @@ async def _http(request: Request, error: Exception) -> Response:
     kind = BY_STATUS.get(error.status_code, "bad-request")
     path = "this path" if _secret(request) else request.url.path
     detail = {
-        "not-found": f"there is nothing at {path}; see /docs",
+        "not-found": f"there is nothing at {path}; check the address: /docs lists every path",
         "method-not-allowed": f"{path} does not take {request.method}; see /docs",
     }.get(kind, str(error.detail))
     headers = dict(error.headers or {})

@@ -43,6 +43,6 @@ def writer(kind: str) -> Writer:
     """The writer of `kind`. Raises ConfigError when there is none or it needs what is not installed."""
     found = installed("maskfleet.artifacts")
     if kind not in found:
-        raise ConfigError(f"there is no artifact {kind!r}; choose one of {sorted(found)}")
+        raise ConfigError(f"there is no artifact {kind!r}; choose one of {', '.join(sorted(found))}")
     made: Writer = load(found[kind], f"artifact {kind!r}", callable, "class of writers")()
     return made

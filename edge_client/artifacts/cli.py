@@ -33,7 +33,7 @@ def artifact(
     try:
         content = model.read_bytes()
     except OSError as fault:
-        raise BundleError(f"cannot read {model}: {fault.strerror}; name a personal.onnx") from None
+        raise ConfigError(f"cannot read {model}: {fault.strerror}; name a personal.onnx") from None
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"-o {out} is not a file in an existing folder; name one")
     samples = None if data is None else taken(content, data)

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from edge_client.bundle import Bundle, Manifest, digest
-from edge_client.errors import PayloadError
+from edge_client.errors import ConfigError, PayloadError
 from edge_client.named_bundles import bundle_folder
 from edge_client.protocol.metrics import METRICS, split_metrics
 from edge_client.protocol.payload import FILE_HEADER_BYTES, Meta, Payload, decode
@@ -49,7 +49,7 @@ def payload(
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise PayloadError(f"cannot read {file}: {error.strerror}; name a payload's file") from None
+        raise ConfigError(f"cannot read {file}: {error.strerror}; name a payload's file") from None
     content = decode(data, FILE_HEADER_BYTES)
     console = Console(highlight=False, emoji=False)
     arrays = sum(a.nbytes for a in content.arrays.values())

@@ -57,14 +57,14 @@ class Predictions:
 
 
 def predict_file(model: Path, data: Path) -> Predictions:
-    """Run `model` on the array x of `data`. Raises BundleError for the model, DataError for the data."""
+    """Run `model` on the array x of `data`. Raises ConfigError for no model, BundleError, DataError."""
     if not model.is_file():
-        raise BundleError(f"there is no file {model}; {MODEL}")
+        raise ConfigError(f"there is no file {model}; {MODEL}")
     session = open_onnx(model, advice=MODEL, refused=BundleError)
     card = read(session.get_modelmeta().custom_metadata_map, str(model))
     arrays = normalised(arrays_of(data), card.input, str(data))
     if "x" not in arrays:
-        raise DataError(f"{data} lacks the array x; it has {sorted(arrays)}")
+        raise DataError(f"{data} lacks the array x; it has {', '.join(sorted(arrays))}")
     x = _samples(arrays["x"], card, data)
     doubted = tuple(doubts(arrays, x, card.input, str(data)))
     outputs = _outputs(session, x, card, model)

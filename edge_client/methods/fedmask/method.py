@@ -174,7 +174,8 @@ class FedMask(Method):
                 f"{mend}take a method that averages weights"
             )
         if not set(pruned) <= set(names):
-            raise ConfigError(f"prune_layers = {count!r}, but the masked layers are {list(names)}; name some of these")
+            known = ", ".join(names)
+            raise ConfigError(f"prune_layers = {count!r}, but the masked layers are {known}; name some of these")
         every, masked = weights(m, layers), weights(m, layers, self.real_gates)
         groups = [masked.places_of(layer.weights) for layer in layers if layer.name in pruned and choice.keep < 1]
         groups = [g for g in groups if g.size]

@@ -32,7 +32,8 @@ def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[st
     m = course.model.manifest
     require_groups(m)
     if unknown := set(prune_keep) - {g.name for g in m.groups}:
-        raise ConfigError(f"prune_keep names {sorted(unknown)}, but the groups are {[g.name for g in m.groups]}")
+        known = ", ".join(g.name for g in m.groups)
+        raise ConfigError(f"prune_keep names {', '.join(sorted(unknown))}, but the groups are {known}")
     if prune_after >= course.rounds:
         sooner = f"give prune_after = {max(course.rounds // 2, 1)}, " if course.rounds > 1 else ""
         raise ConfigError(
