@@ -14,7 +14,7 @@ from edge_bench.data.datasets import divide, divided, load, read, write
 from edge_bench.data.own import DeviceFiles
 from edge_bench.data.sources import Samples
 from edge_bench.data.table import DataConfig
-from edge_bench.simulation.file import find_bundle, open_simulation, read_config
+from edge_bench.simulation.file import SimulationConfig, find_bundle, open_simulation, read_config
 from edge_bench.simulation.split import split
 from PIL import Image
 
@@ -69,8 +69,9 @@ def test_a_key_that_the_data_set_or_the_split_does_not_use_is_refused(table: dic
 
 def test_every_key_has_a_row_in_the_manual() -> None:
     page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
-    table = page.partition("## Every key")[2]
-    assert {name for name in DataConfig.model_fields if f"`{name}`" not in table} == set()
+    of_data, _, of_simulation = page.partition("## Every key")[2].partition("## A simulation's other keys")
+    assert {name for name in DataConfig.model_fields if f"`{name}`" not in of_data} == set()
+    assert {n for n in SimulationConfig.model_fields if f"`{n}`" not in of_simulation} == {"data", "methods", "export"}
 
 
 # --- images

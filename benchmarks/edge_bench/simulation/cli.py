@@ -88,7 +88,7 @@ def _played(
 
 def simulate(
     config: Annotated[
-        Path | None, typer.Argument(help="The simulation's TOML file (required); see benchmarks/configs.")
+        Path | None, typer.Argument(help="The simulation's TOML file (required); `maskfleet new` writes one.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every method's record and its rounds here.")
