@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
-import httpx
 import numpy as np
 import pytest
 from coordination import (
     LARGE,
     LIMIT,
-    OPERATOR,
     Fleet,
     bearer,
-    content_digest,
     credential,
     play,
     served,
-    settings,
     trained,
     until,
-    write_bundle,
 )
-from coordinator_process import Deadly
 from numpy.typing import NDArray
 from sqlalchemy import event as sql
 from sqlalchemy import insert
@@ -39,12 +32,9 @@ from sqlalchemy import insert
 from coord_server import coordinator
 from coord_server.live import devices
 from coord_server.live import rounds as live_rounds
-from coord_server.operator.client import Operator
 from coord_server.store import tables
 from edge_client import extras
 from edge_client.methods import fedavg
-from edge_client.protocol.messages import FederationConfig
-from edge_client.protocol.operator import TokenRequest
 from edge_client.protocol.payload import Payload, decode
 from edge_client.task import Assignment, Course
 
@@ -363,112 +353,3 @@ def test_an_update_costs_as_many_statements_among_many_members_as_among_few(
     few, many = statements(tmp_path / "few", 10), statements(tmp_path / "many", 3000)
     assert few == many
     assert len(few) < 15
-
-
-# --- real processes that are killed
-
-
-def _again(sites: Sequence[httpx.Client], dice: random.Random, send: Callable[[httpx.Client], httpx.Response]) -> Any:
-    """Send to either coordinator until one answers."""
-    end = time.monotonic() + 4 * LIMIT
-    while time.monotonic() < end:
-        try:
-            answer = send(dice.choice(sites))
-            if answer.status_code < 500:
-                return answer
-        except httpx.RequestError:
-            pass
-        time.sleep(0.02)
-    raise AssertionError("no coordinator came back")
-
-
-def _device(name: str, site: Deadly, dice: random.Random, receipts: list[tuple[int, str, str]]) -> None:
-    """Take part to the end, each request at a coordinator that is chosen anew."""
-    mine = bearer(credential(name))
-    sites = [httpx.Client(base_url=url, timeout=LIMIT, trust_env=False) for url in site.urls]
-    while True:
-        work = _again(sites, dice, lambda c: c.get(f"{FED}/work?wait=2", headers=mine)).json()
-        if work["status"] == "finish":
-            return
-        if work["status"] != "train":
-            continue
-        site.step()
-        down = _again(sites, dice, lambda c, w=work: c.get(f"{FED}/payloads/{w['downlink']}", headers=mine))
-        if down.status_code != 200:
-            continue
-        site.step()
-        body = trained(down.content, name)
-        shown = {**mine, "Maskfleet-Lease": work["lease"], "Content-Digest": content_digest(body),
-                 "Content-Length": str(len(body))}  # fmt: skip
-        path = f"{FED}/rounds/{work['round']}/updates/{name}"
-
-        def halves(b: bytes = body) -> Iterator[bytes]:
-            yield b[: len(b) // 2]
-            site.step()
-            yield b[len(b) // 2 :]
-
-        answer = _again(sites, dice, lambda c, p=path, h=shown, f=halves: c.put(p, content=f(), headers=h))
-        assert answer.status_code in (200, 201), answer.text
-        receipts.append((work["round"], name, answer.json()["sha256"]))
-        site.step()
-
-
-@pytest.mark.parametrize("d", [64, LARGE], ids=["in the database", "in the folder"])
-def test_two_processes_killed_in_turn_lose_no_update_and_count_none_twice(tmp_path: Path, d: int) -> None:
-    rounds, kills = 5, 4
-    least = rounds * len(DEVICES) * 4  # steps of an undisturbed run: the kills come before its end at any speed
-    dice = random.Random(d)
-    site = Deadly(tmp_path / "data", 2, dice.sample(range(1, least - 10), kills), dice)
-    receipts = list[tuple[int, str, str]]()
-    finished = threading.Event()
-    keeper = threading.Thread(target=site.keep_alive, args=(finished.is_set,), daemon=True)
-    keeper.start()
-    try:
-        with Operator(site.urls[0], OPERATOR) as operator:
-            end = time.monotonic() + 2 * LIMIT
-            while not _answers(site.urls):
-                assert time.monotonic() < end
-                time.sleep(0.05)
-            bundle = operator.upload_bundle(write_bundle(tmp_path / "bundle", d))
-            more = {"rounds": rounds, "deadline_seconds": 3600.0, "max_attempts": 1000, **ALL}
-            operator.create(FederationConfig.model_validate(settings(bundle=bundle, **more)))
-            token = operator.token("fed", TokenRequest()).token
-        for i, name in enumerate(DEVICES):
-            body = {"token": token, "device": name, "credential": credential(name)}
-            enrol = f"{site.urls[i % 2]}/v1/enrol"
-            httpx.post(enrol, json=body, timeout=LIMIT, trust_env=False).raise_for_status()
-        threads = [
-            threading.Thread(target=_device, args=(n, site, random.Random(f"{d}{n}"), receipts), daemon=True)
-            for n in DEVICES
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(8 * LIMIT)
-            assert not thread.is_alive()
-        assert site.killed == kills
-        end = time.monotonic() + 2 * LIMIT
-        while not _answers(site.urls):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        shown = []
-        for url in site.urls:
-            with Operator(url, OPERATOR) as operator:
-                assert operator.federation("fed").phase == "finished"
-                shown.append((operator.state("fed"), [r.devices for r in operator.rounds("fed")],
-                              {s.device: s.updates for s in operator.devices("fed")}))  # fmt: skip
-    finally:
-        finished.set()
-        keeper.join(2 * LIMIT)
-    assert shown[0] == shown[1]
-    assert shown[0][1:] == ([list(DEVICES)] * rounds, dict.fromkeys(DEVICES, rounds))
-    assert len(set(receipts)) == len({(r, n) for r, n, _ in receipts})  # one body a device and round
-    assert shown[0][0] == alone(tmp_path / "one", rounds, d)
-
-
-def _answers(urls: Sequence[str]) -> bool:
-    try:
-        asked = [httpx.get(f"{url}/v1/health", timeout=LIMIT, trust_env=False) for url in urls]
-        return all(answer.status_code == 200 for answer in asked)
-    except httpx.RequestError:
-        return False
