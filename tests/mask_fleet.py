@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from edge_kernels import bits
 from numpy.typing import NDArray
-from numpy_mlp import clusters, course, mlp, model, secret
+from numpy_mlp import Steady, clusters, course, mlp, model, secret
 from rounds import Rounds
 
-from edge_client.bundle import F32, Bits, Manifest
+from edge_client.bundle import Bits, Manifest
 from edge_client.methods.shared.bernoulli import BernoulliMasks, HeadUpdate
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment, Local, Task
-from edge_client.training import Gradient, Trainer
+from edge_client.training import Trainer
 
 M = mlp(20, 16, 12, 3)
 MASKED = 20 * 16 + 16 * 12
@@ -55,25 +54,6 @@ def local_round(method: BernoulliMasks, t: Task, kept: Any, downlink: Payload) -
     return method.local_round(t, kept, method.receive(t.assignment, kept, downlink))
 
 
-@dataclass
-class Steady:
-    """A trainer whose gradient is always the same vector; it notes the parameters it was asked about.
-
-    Every call adds one to the statistics.
-    """
-
-    manifest: Manifest
-    value: F32
-    asked: list[F32] = field(default_factory=list)
-
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
-        self.asked.append(parameters.copy())
-        return Gradient(1.0, self.value, buffers + np.float32(1))
-
-    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
-        return np.zeros((len(x), 3), np.float32)
-
-
 def steady(m: Manifest = M, value: float = 0.0) -> Steady:
     """A trainer that pulls at every parameter alike."""
     return Steady(m, np.full(m.d, value, np.float32))
@@ -83,6 +63,3 @@ def steady_task(trainer: Steady, device: str = "a", round_: int = 2) -> Task:
     """A round of 40 samples with that trainer."""
     a = Assignment(course(trainer.manifest), round_, device)
     return Task(a, trainer, clusters(trainer.manifest, 1), secret(device))
-
-
-__all__ = ["DEVICES", "MASKED", "M", "MaskFleet", "local_round", "model", "own_mask", "steady", "steady_task"]

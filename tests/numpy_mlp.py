@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,8 @@ from edge_client.data import DeviceData
 from edge_client.narrow import Channels, narrow
 from edge_client.targets import Classification
 from edge_client.task import Assignment, Course, Task
-from edge_client.training import Gradient
+from edge_client.training import Gradient, Trainer
+from edge_client.training.narrowed import Embedded
 
 
 def mlp(*sizes: int, bias: bool = True) -> Manifest:
@@ -44,13 +45,13 @@ def mlp(*sizes: int, bias: bool = True) -> Manifest:
     )
 
 
-def grouped(*sizes: int) -> Manifest:
-    """`mlp` with the hidden units of each layer as a channel group."""
-    m = mlp(*sizes)
-    groups = tuple(
-        between(size, f"{i}.w", f"{i + 1}.w", bias=f"{i}.b", name=str(i)) for i, size in enumerate(sizes[1:-1])
-    )
-    return m.model_copy(update={"groups": groups})
+def grouped(m: Manifest) -> Manifest:
+    """An `mlp` with the hidden units of each layer as a channel group."""
+    groups = []
+    for a, b in pairwise(m.layers):
+        size = m.tensors[a.weights[0]].shape[0]
+        groups.append(between(size, a.weights[0], b.weights[0], bias=a.biases[0] if a.biases else None, name=a.name))
+    return m.model_copy(update={"groups": tuple(groups)})
 
 
 def model(m: Manifest) -> Model:
@@ -92,7 +93,36 @@ class NumpyMlp:
         return Gradient(loss, flat, buffers)
 
     def narrow(self, kept: Channels) -> NumpyMlp:
-        return NumpyMlp(narrow(self.manifest, kept).manifest)
+        return type(self)(narrow(self.manifest, kept).manifest)
+
+
+class Counting(NumpyMlp):
+    """Each step adds 1 to the statistics."""
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+        return replace(super().gradient(parameters, buffers, x, y), buffers=buffers + np.float32(1))
+
+
+@dataclass
+class Steady:
+    """A trainer whose gradient is always the same vector; it notes the parameters it was asked about.
+
+    Every call adds one to the statistics.
+    """
+
+    manifest: Manifest
+    value: F32
+    asked: list[F32] = field(default_factory=list)
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any]) -> Gradient:
+        self.asked.append(parameters.copy())
+        return Gradient(1.0, self.value, buffers + np.float32(1))
+
+    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
+        return np.zeros((len(x), self.manifest.target.classes), np.float32)
+
+    def narrow(self, kept: Channels) -> Trainer:
+        return Embedded(self, kept)
 
 
 def clusters(m: Manifest, seed: int, count: int = 40) -> DeviceData:

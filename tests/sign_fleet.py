@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from channel_groups import between
 from edge_kernels import bits
 from numpy.typing import NDArray
-from numpy_mlp import clusters, mlp, secret
+from numpy_mlp import Steady, clusters, grouped, mlp, secret
 from rounds import Rounds, stored
 
-from edge_client.bundle import F32, Manifest, Model, generate
+from edge_client.bundle import Manifest, Model
 from edge_client.methods import Method
 from edge_client.methods.shared.signs import SignMasks, Update
-from edge_client.narrow import Channels
 from edge_client.protocol.payload import decode, encode
 from edge_client.task import Assignment, Course, Personal, Task
-from edge_client.training import Gradient, Trainer
-from edge_client.training.narrowed import Embedded
-
-
-def grouped(m: Manifest) -> Manifest:
-    """The multilayer perceptron with the channel groups between its layers."""
-    groups = []
-    for a, b in zip(m.layers, m.layers[1:], strict=False):
-        size = m.tensors[a.weights[0]].shape[0]
-        groups.append(between(size, a.weights[0], b.weights[0], bias=a.biases[0] if a.biases else None, name=a.name))
-    return m.model_copy(update={"groups": tuple(groups)})
-
 
 M = grouped(mlp(6, 8, 5, 3))
 MASKED = 6 * 8 + 8 * 5
-
-
-@dataclass
-class Fixed:
-    """A trainer whose gradient is always the same vector; every call adds one to the statistics."""
-
-    manifest: Manifest
-    value: F32
-
-    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
-        return Gradient(1.0, self.value, buffers + np.float32(1))
-
-    def logits(self, parameters: F32, buffers: F32, x: Any) -> F32:
-        return np.zeros((len(x), 2), np.float32)
-
-    def narrow(self, kept: Channels) -> Trainer:
-        return Embedded(self, kept)
 
 
 def fixed_task(m: Manifest, gradient: Any, weights: Any = None, device: str = "a") -> Task:
@@ -57,7 +25,7 @@ def fixed_task(m: Manifest, gradient: Any, weights: Any = None, device: str = "a
     weights = np.ones(m.d) if weights is None else weights
     model = Model(m, np.array(weights, np.float32), np.zeros(m.buffers_d, np.float32))
     a = Assignment(Course(model, seed=0, rounds=1, cohort=1), 1, device)
-    return Task(a, Fixed(m, np.array(gradient, np.float32)), clusters(m, 1), secret(device))
+    return Task(a, Steady(m, np.array(gradient, np.float32)), clusters(m, 1), secret(device))
 
 
 def first(method: SignMasks, t: Task) -> Any:
@@ -88,8 +56,3 @@ class SignFleet(Rounds):
 def signs_of(method: SignMasks, model: Model, own: Personal) -> NDArray[Any]:
     """The signs of the masked weights of a trained model."""
     return np.sign(method.parts(model).masked.gather(own.parameters))
-
-
-def first_model(m: Manifest) -> Model:
-    """The bundle's values as `course` has them."""
-    return Model(m, generate(m.parameters, 1), generate(m.buffers, 1))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import mlp
-from sign_fleet import MASKED, M, SignFleet, first, first_model, fixed_task, grouped, signs_of
+from numpy_mlp import grouped, mlp, model
+from sign_fleet import MASKED, M, SignFleet, first, fixed_task, signs_of
 
 from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
@@ -65,7 +65,7 @@ def test_latents_stay_in_their_range_whatever_the_rate(lr: float) -> None:
 def test_every_weight_of_a_layer_has_one_magnitude_and_the_bundles_signs_at_first(down: Any) -> None:
     fleet = SignFleet(BnnFedAvg(epochs=1, down=down))
     before = fleet.personal("z").parameters
-    own = first_model(M).parameters
+    own = model(M).parameters
     for name in ("0.w", "1.w"):
         w, b = before[M.tensors[name].span], own[M.tensors[name].span]
         assert np.abs(w) == pytest.approx(np.sqrt(np.mean(b.astype(np.float64) ** 2)))
@@ -93,10 +93,10 @@ def test_only_signs_travel_and_late_devices_need_no_history(down: Any) -> None:
     del fleet.kept["b"]
     fleet.play("b", "z")
     assert fleet.took_part == ["b", "z"]
-    assert fleet.method.exchanged(first_model(M)) == MASKED
-    assert fleet.method.paper_bytes(first_model(M)) == (MASKED, MASKED)
+    assert fleet.method.exchanged(model(M)) == MASKED
+    assert fleet.method.paper_bytes(model(M)) == (MASKED, MASKED)
     due = 2 * fleet.state.plus.astype(int) >= fleet.state.votes
-    assert np.array_equal(signs_of(fleet.method, first_model(M), fleet.personal("new")) > 0, due)
+    assert np.array_equal(signs_of(fleet.method, model(M), fleet.personal("new")) > 0, due)
 
 
 def test_a_malformed_payload_is_refused_in_words() -> None:
@@ -131,7 +131,7 @@ def test_a_device_keeps_its_latents_only_where_it_restarts_from_them(restart: An
 
 
 def test_what_tells_of_a_flip_is_the_votes_in_32_levels_and_the_tensor_in_128() -> None:
-    part = BnnFedAvg().parts(first_model(M)).masked
+    part = BnnFedAvg().parts(model(M)).masked
     assert [b.size for b in part.blocks] == [48, 40]
     place = np.repeat([0, 1], [48, 40])
     few = np.arange(MASKED) % 5

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edge_kernels import bits
-from numpy_mlp import course, grouped, model, task
+from numpy_mlp import course, grouped, mlp, model, task
 from rounds import Rounds
 
 from edge_client.bundle import Init, Tensor, views
@@ -19,7 +19,7 @@ from edge_client.methods.shared.units import Units, whole
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 
-M = grouped(6, 10, 8, 3)
+M = grouped(mlp(6, 10, 8, 3))
 C = course(M, rounds=6)
 A = Assignment(C, 1, "a")
 NONE = np.zeros(0, np.float32)

@@ -11,9 +11,9 @@ from edge_kernels import bits as bitset
 from edge_kernels import codecs, counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, model, task
+from numpy_mlp import NumpyMlp, Steady, assignment, clusters, course, mlp, model, task
 from rounds import Rounds
-from sign_fleet import Fixed, fixed_task
+from sign_fleet import fixed_task
 
 from edge_client.bundle import Init, Input, Layer, Manifest, Model, Tensor
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
@@ -225,7 +225,7 @@ def test_without_pruning_no_structure_is_sent_and_no_epoch_is_trained_for_it() -
 
 
 def test_devices_that_learn_nothing_leave_a_trained_network_as_it_is() -> None:
-    still = Fixed(TRAINED, np.zeros(TRAINED.d, np.float32))
+    still = Steady(TRAINED, np.zeros(TRAINED.d, np.float32))
     fleet = Rounds(FedMask(biases="frozen"), TRAINED, trainer=still)
     for _ in range(3):
         fleet.play(*DEVICES)
@@ -240,7 +240,7 @@ def test_devices_that_learn_nothing_leave_a_trained_network_as_it_is() -> None:
 def test_a_gradient_that_is_not_a_number_or_too_large_is_an_error_though_the_loss_is_finite(wild: float) -> None:
     value = np.zeros(M.d, np.float32)
     value[3] = wild
-    broken = replace(task(M), trainer=Fixed(M, value))
+    broken = replace(task(M), trainer=Steady(M, value))
     with pytest.raises(DivergedError, match="gradient"):
         trained(FedMask(epochs=1), broken)
 
@@ -576,7 +576,7 @@ def test_fedmask_refuses(what: str) -> None:
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_fedmask_refuses_a_real_gate_that_is_not_a_number(wrong: float) -> None:
     m, method = lstm(), FedMask(epochs=1)
-    t = replace(task(m), trainer=Fixed(m, np.zeros(m.d, np.float32)))
+    t = replace(task(m), trainer=Steady(m, np.zeros(m.d, np.float32)))
     a, state = t.assignment, method.start(t.assignment.course)
     sent = trained(method, t).update
     assert method.read_update(a, state, None, sent).real.shape == (10,)

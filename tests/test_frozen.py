@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from edge_kernels.codecs import values
 from numpy.typing import NDArray
-from numpy_mlp import NumpyMlp, model
+from numpy_mlp import NumpyMlp, grouped, model
 from rounds import M, Rounds
-from sign_fleet import grouped
 
 from edge_client.bundle import F32, Manifest
 from edge_client.errors import ConfigError

@@ -12,7 +12,7 @@ from edge_kernels import bits
 from edge_kernels.pruning import add_lasso_slope, group_norms, keep_largest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy_mlp import NumpyMlp, clusters, course, grouped, mlp, model, task
+from numpy_mlp import Counting, clusters, course, grouped, mlp, model, task
 from rounds import Rounds
 
 from edge_client.bundle import F32, Init, Tensor, views
@@ -22,12 +22,11 @@ from edge_client.methods import make_method
 from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
 from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
 from edge_client.methods.shared.units import UNITS, Units, whole
-from edge_client.narrow import Channels, narrow
+from edge_client.narrow import narrow
 from edge_client.protocol.payload import Payload, decode, encode
 from edge_client.task import Assignment, Task
-from edge_client.training import Gradient
 
-M = grouped(6, 10, 8, 3)
+M = grouped(mlp(6, 10, 8, 3))
 A = Assignment(course(M), 1, "a")
 NONE = np.zeros(0, np.float32)
 
@@ -180,7 +179,7 @@ def test_pruning_lands_on_the_target_with_steps_of_the_rate_and_never_grows_agai
 
 
 def test_each_step_removes_the_rate_of_what_is_left_and_not_of_the_whole_network() -> None:
-    m = grouped(6, 60, 40, 3)
+    m = grouped(mlp(6, 60, 40, 3))
     data, method = clusters(m, 1), Hermes(threshold=-1, target=0.1, rate=0.2, epochs=1)
     t = task(m, data=replace(data, x_val=data.x, y_val=data.y))
     now, before = Received(whole(m), model(m).parameters, NONE, whole(m).digest), m.d
@@ -219,16 +218,6 @@ def test_training_is_sgd_with_group_lasso_on_the_live_weights_alone() -> None:
     np.testing.assert_allclose(local.trained.parameters, values, rtol=1e-4, atol=1e-5)
     assert not local.trained.parameters[mask == 0].any()
     np.testing.assert_array_equal(local.update.arrays["parameters"], local.trained.parameters[own.places])
-
-
-class Counting(NumpyMlp):
-    """Each step adds 1 to the statistics."""
-
-    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
-        return replace(super().gradient(parameters, buffers, x, y), buffers=buffers + np.float32(1))
-
-    def narrow(self, kept: Channels) -> Counting:
-        return Counting(narrow(self.manifest, kept).manifest)
 
 
 @pytest.mark.parametrize(("seed", "rate"), [(1, 0.01), (None, 0.003)])
@@ -270,9 +259,6 @@ class Guessing(Counting):
         known = clusters(self.manifest, 1)
         right = np.array([known.y[(known.x == sample).all(axis=1)][0] for sample in x])
         return np.eye(3, dtype=np.float32)[right * int(buffers.all())]
-
-    def narrow(self, kept: Channels) -> Guessing:
-        return Guessing(narrow(self.manifest, kept).manifest)
 
 
 def test_a_device_is_scored_with_its_own_statistics_and_no_one_else_knows_its_model() -> None:

@@ -12,9 +12,9 @@ from edge_kernels import bits, counter, synflow
 from edge_kernels.codecs import counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import NumpyMlp, course, mlp
+from numpy_mlp import NumpyMlp, Steady, course, grouped, mlp, model
 from rounds import weighed
-from sign_fleet import MASKED, Fixed, M, SignFleet, first, first_model, fixed_task, grouped, signs_of
+from sign_fleet import MASKED, M, SignFleet, first, fixed_task, signs_of
 
 from edge_client.bundle import Init, Model, Tensor
 from edge_client.errors import ConfigError, LostError, PayloadError
@@ -52,8 +52,8 @@ def test_a_sign_flips_exactly_where_its_latent_falls_below_zero() -> None:
 def test_the_magnitudes_stay_frozen_and_the_head_learns() -> None:
     fleet = SignFleet(HideNseek(**ALL))
     fleet.play("a")
-    before, after = first_model(M).parameters, fleet.local["a"].trained.parameters
-    masked = fleet.method.parts(first_model(M)).masked
+    before, after = model(M).parameters, fleet.local["a"].trained.parameters
+    masked = fleet.method.parts(model(M)).masked
     assert np.array_equal(np.abs(masked.gather(before)), np.abs(masked.gather(after)))
     assert not np.array_equal(masked.gather(before), masked.gather(after))
     head = M.tensors["2.w"].span
@@ -75,12 +75,12 @@ def test_latents_are_random_in_round_1_alone_and_a_latent_of_zero_is_a_plus(down
     """Nothing is learned, so the latents after round 2 are those before it: 1, -1, and at the tie 0 of the counts."""
     m = grouped(mlp(2, 2, 2, bias=False))
     fleet = SignFleet(HideNseek(keep=1, down=down, restart="latent", epochs=1), m)
-    fleet.trainer = Fixed(m, np.zeros(m.d, np.float32))
+    fleet.trainer = Steady(m, np.zeros(m.d, np.float32))
     fleet.fold({"a": ([1, -1, 1, -1], 1.0), "b": ([1, -1, -1, 1], 1.0)})
     fleet.play("z")
     tie = 0 if down == "count" else 1
     assert fleet.kept["z"].latents.tolist() == [1, -1, tie, tie]
-    assert signs_of(fleet.method, first_model(m), fleet.local["z"].trained).tolist() == [1, -1, 1, 1]
+    assert signs_of(fleet.method, model(m), fleet.local["z"].trained).tolist() == [1, -1, 1, 1]
     assert bits.unpack(fleet.read["z"].signs, 4).tolist() == [True, False, True, True]
 
 
@@ -194,8 +194,8 @@ def test_bits_take_one_bit_a_sign_both_ways() -> None:
     fleet.play("a")
     assert fleet.up["a"].arrays["changes.bits"].nbytes == bits.size(MASKED)
     assert fleet.ask("a").arrays["changes.bits"].nbytes == bits.size(MASKED)
-    assert fleet.method.exchanged(first_model(M)) == MASKED
-    assert fleet.method.paper_bytes(first_model(M)) == (MASKED, MASKED)
+    assert fleet.method.exchanged(model(M)) == MASKED
+    assert fleet.method.paper_bytes(model(M)) == (MASKED, MASKED)
 
 
 @pytest.mark.parametrize("down", DOWNS)
@@ -272,13 +272,13 @@ def test_what_was_pruned_is_zero_and_no_sign_of_it_travels() -> None:
     assert sum(size.values()) == round(0.6 * 13)
     due = 6 * size["0"] + size["0"] * size["1"]
     assert fleet.up["a"].arrays["changes.bits"].nbytes == bits.size(due)
-    assert fleet.method.exchanged(first_model(M)) == due
-    for model in (fleet.local["a"].trained, fleet.personal("a")):
-        rows = model.parameters[M.tensors["0.w"].span].reshape(8, 6)
+    assert fleet.method.exchanged(model(M)) == due
+    for made in (fleet.local["a"].trained, fleet.personal("a")):
+        rows = made.parameters[M.tensors["0.w"].span].reshape(8, 6)
         assert np.flatnonzero(rows.any(axis=1)).tolist() == kept["0"].tolist()
-        assert model.mask is not None
-        assert np.array_equal(model.mask[M.tensors["0.w"].span].reshape(8, 6).any(axis=1), rows.any(axis=1))
-        assert not model.parameters[~model.mask].any()
+        assert made.mask is not None
+        assert np.array_equal(made.mask[M.tensors["0.w"].span].reshape(8, 6).any(axis=1), rows.any(axis=1))
+        assert not made.parameters[~made.mask].any()
 
 
 def test_a_model_of_the_smaller_network_keeps_its_statistics_and_what_fits_other_units_is_not_used() -> None:
@@ -327,7 +327,7 @@ def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device(method
     statistic = Tensor(name="n", shape=(1,), offset=0, init=Init(kind="constant", scale=0))
     m = M.model_copy(update={"buffers": (statistic,)})
     fleet = SignFleet(method, m)
-    fleet.trainer = Fixed(m, np.zeros(m.d, np.float32))
+    fleet.trainer = Steady(m, np.zeros(m.d, np.float32))
     for devices in ("a", "ab"):
         fleet.play(*devices)
     assert not {"buffers", "statistics"} & set(fleet.up["a"].arrays)
@@ -337,9 +337,9 @@ def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device(method
 def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
     m = M.model_copy(update={"groups": tuple(replace(g, name=f"{g.name}.units") for g in M.groups)})
     for name in ("1.units", "1."):
-        found = HideNseek(keep=0.5, prune_layers=(name,)).prune(first_model(m))
+        found = HideNseek(keep=0.5, prune_layers=(name,)).prune(model(m))
         assert {k: len(v) for k, v in found.channels.items()} == {"0.units": 8, "1.units": 2}
-    assert HideNseek(keep=1).prune(first_model(M)).alive.all()
+    assert HideNseek(keep=1).prune(model(M)).alive.all()
     with pytest.raises(ConfigError, match=r"none of the channel groups \['0', '1'\]"):
         HideNseek(prune_layers=("conv",)).start(course(M))
     with pytest.raises(ConfigError, match=r"has no channel groups, so no unit can be pruned; set keep = 1"):
@@ -367,12 +367,12 @@ def test_the_pruning_runs_once_a_model_however_often_it_is_asked_for(monkeypatch
         return prune(*given)
 
     monkeypatch.setattr(synflow, "prune", counted)
-    net = first_model(M)
+    net = model(M)
     for keep in (0.6, 0.6, 0.5):
         method = HideNseek(keep=keep)
         assert method.paper_bytes(net) == (method.exchanged(net),) * 2
     assert runs == [0.6, 0.5]
-    assert np.array_equal(HideNseek(keep=0.6).prune(first_model(M)).alive, HideNseek(keep=0.6).prune(net).alive)
+    assert np.array_equal(HideNseek(keep=0.6).prune(model(M)).alive, HideNseek(keep=0.6).prune(net).alive)
     assert runs == [0.6, 0.5, 0.6]  # another model of the same values
 
 
@@ -506,6 +506,6 @@ def test_a_simulation_gives_the_same_bits_twice_and_bills_the_units_apart() -> N
         for a, b in zip(first_run.rows, again.rows, strict=True):
             assert a.record.model_dump(exclude={"seconds"}) == b.record.model_dump(exclude={"seconds"})
     for label in ("hidenseek", "counted"):
-        model = one[label].personal[min(devices)]
-        assert model.mask is not None
-        assert not model.mask.all()
+        made = one[label].personal[min(devices)]
+        assert made.mask is not None
+        assert not made.mask.all()

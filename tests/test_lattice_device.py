@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from lattice_device import Device, Numbers, whole
 from lattice_fleet import LatticeFleet, pull, samples
-from numpy_mlp import grouped
+from numpy_mlp import grouped, mlp
 
 from edge_client.bundle import F32, Init, Tensor
 from edge_client.methods.lattice import grid as grid_module
@@ -22,7 +22,7 @@ from edge_client.task import Local, Task
 pytestmark = pytest.mark.usefixtures("no_network_is_small")
 
 MEANS = Tensor(name="mean", shape=(20,), offset=0, init=Init(kind="uniform", scale=1.0))
-M = grouped(6, 8, 5, 3).model_copy(update={"buffers": (MEANS,)})
+M = grouped(mlp(6, 8, 5, 3)).model_copy(update={"buffers": (MEANS,)})
 FOUR = {"a": samples(0), "b": samples(1), "c": samples(2), "d": samples(0, 400)}  # d's moves are a level higher
 COHORTS = ("abc", "acd", "db", "abc", "da", "abd", "ab", "ab")  # c is away for more than HISTORY rounds
 BAD = (2, 3, 4)  # rounds after which moves are finer

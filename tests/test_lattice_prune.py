@@ -33,7 +33,7 @@ from edge_client.training import Gradient
 
 pytestmark = pytest.mark.usefixtures("no_network_is_small")
 
-M = grouped(6, 8, 5, 3)
+M = grouped(mlp(6, 8, 5, 3))
 FOUR = {d: samples(i % 3) for i, d in enumerate("abcd")}
 THREE = {d: FOUR[d] for d in "abc"}
 
@@ -293,7 +293,7 @@ def test_the_smaller_network_has_twice_the_epochs_so_that_its_falling_rate_adds_
 
 
 def test_rounds_of_the_smaller_network_have_the_budget_of_its_size() -> None:
-    m = grouped(300, 400, 10)
+    m = grouped(mlp(300, 400, 10))
     course = Course(model(m), seed=3, rounds=20, cohort=3)
     method = Lattice(prune=0.5, prune_after=6)
     whole, small = network(course, None), network(course, choose(m, course.model.parameters, 0.5, {}))
@@ -367,7 +367,7 @@ def test_units_travel_once_to_each_device_and_count_as_one_time() -> None:
 
 
 def test_the_same_training_costs_fewer_bytes_after_the_pruning() -> None:
-    m = grouped(20, 64, 32, 3)
+    m = grouped(mlp(20, 64, 32, 3))
     sizes = []
     for prune in (None, 0.4):
         fleet = LatticeFleet(pruning(prune=prune, prune_epochs=1, budget=1.0), THREE, m=m, trainer=pull(m))

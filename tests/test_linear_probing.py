@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy_mlp import NumpyMlp
+from numpy_mlp import Counting, NumpyMlp
 from rounds import M, Rounds, size
 
-from edge_client.bundle import F32, Init, Tensor
+from edge_client.bundle import Init, Tensor
 from edge_client.errors import PayloadError
 from edge_client.methods.linear_probing import LinearProbing, Update
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
-from edge_client.training import Gradient
 
 HEAD = 8 * 3 + 3
 
@@ -41,13 +39,6 @@ def test_a_federation_of_one_device_is_local_training_of_the_head() -> None:
         for batch in fleet.task("a", round_).batches(2, 32):
             own[-HEAD:] -= np.float32(0.05) * NumpyMlp(M).gradient(own, own[:0], batch.x, batch.y).parameters[-HEAD:]
     assert np.abs(fleet.state.head - own[-HEAD:]).max() < 1e-6
-
-
-class Counting(NumpyMlp):
-    """Each step adds 1 to the statistics."""
-
-    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
-        return replace(super().gradient(parameters, buffers, x, y), buffers=buffers + np.float32(1))
 
 
 def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device() -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
 import pytest
 from edge_kernels.codecs import values
-from numpy_mlp import NumpyMlp, assignment, clusters, course, mlp, task
+from numpy_mlp import NumpyMlp, Steady, assignment, clusters, course, mlp, task
 from pydantic import Field, ValidationError
 from rounds import Rounds, size, stored
 
 from edge_client import methods
 from edge_client.blocks import head
-from edge_client.bundle import F32, Init, Manifest, Tensor
+from edge_client.bundle import F32, Init, Tensor
 from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import ALL, Method, below, make_method, trained_head
 from edge_client.methods.fedavg import FedAvg, State, Update
@@ -24,7 +24,6 @@ from edge_client.methods.shared.averaging import Weights, accelerated, distance,
 from edge_client.methods.standalone import Standalone
 from edge_client.protocol.payload import Arrays, Payload, decode, encode
 from edge_client.task import Course, Local
-from edge_client.training import Gradient
 
 M = mlp(6, 5, 4, 3)
 NONE = np.zeros(0, np.float32)
@@ -80,20 +79,6 @@ def test_a_bundle_without_layers_is_refused_in_a_sentence_or_trained(name: str, 
     for devices in ("a", "ab", "b"):
         there.play(*devices)
     assert np.isfinite(there.personal("a").parameters).all()
-
-
-@dataclass
-class Fixed:
-    """A trainer whose gradient is always the same vector."""
-
-    manifest: Manifest
-    value: F32
-
-    def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
-        return Gradient(1.0, self.value, buffers)
-
-    def logits(self, parameters: F32, buffers: F32, x: Any) -> F32:
-        return np.zeros((len(x), 3), np.float32)
 
 
 def one_round(method: Method, device: str = "a", state: Any = None) -> tuple[Payload, Local]:
@@ -337,7 +322,7 @@ def test_values_that_the_codec_of_the_downlink_cannot_write_never_enter_the_mode
 
 
 def test_rounding_the_downlink_does_not_move_the_servers_model() -> None:
-    fleet = Rounds(FedAvg(down="stochastic8", lr=0.1), M, trainer=Fixed(M, np.zeros(M.d, np.float32)))
+    fleet = Rounds(FedAvg(down="stochastic8", lr=0.1), M, trainer=Steady(M, np.zeros(M.d, np.float32)))
     before = fleet.state.parameters
     fleet.play("a")
     assert (fleet.received["a"].parameters != before).any()
@@ -402,7 +387,7 @@ def test_a_loss_that_diverges_is_an_error_and_not_an_update() -> None:
 @pytest.mark.parametrize("method", [FedAvg, Standalone])
 def test_plain_sgd_has_the_momentum_and_the_epochs_it_is_given(method: type[FedAvg] | type[Standalone]) -> None:
     # Velocities 1, 1.5, 1.75 in three epochs of one batch: lr times 4.25 in all.
-    trainer = Fixed(M, np.ones(M.d, np.float32))
+    trainer = Steady(M, np.ones(M.d, np.float32))
     chosen = method(lr=0.25, momentum=0.5, epochs=3, batch=64)
     model = course(M).model
     local = chosen.local_round(replace(task(M), trainer=trainer), None, State(model.parameters, model.buffers))

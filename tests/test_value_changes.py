@@ -10,7 +10,7 @@ import pytest
 from edge_kernels import counter
 from edge_kernels.codecs import values
 from numpy.typing import NDArray
-from numpy_mlp import course, grouped
+from numpy_mlp import course, grouped, mlp
 from rounds import Rounds
 
 from edge_client.errors import ConfigError, DivergedError, LostError, PayloadError
@@ -23,7 +23,7 @@ from edge_client.methods.shared.value_changes import Uplink, applied, update_str
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 
-M = grouped(6, 10, 8, 3)
+M = grouped(mlp(6, 10, 8, 3))
 FREE = np.zeros(300, np.bool_)
 HEAD = np.arange(M.tensors["2.w"].offset, M.d)
 Places = NDArray[np.int64]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from coordination import Fleet, manifest, play, refused, settings, whole
 from every_method import SETTINGS
-from numpy_mlp import grouped
+from numpy_mlp import grouped, mlp
 from rounds import Rounds
 from safetensors.numpy import load, save
 
@@ -36,7 +36,7 @@ def played(name: str, rounds: int = 2, **settings: Any) -> Rounds:
     """A federation of the method after so many of its four rounds."""
     few = {"epochs": 1} if "epochs" in type(make_method({"name": name})).model_fields else {}
     method = make_method({"name": name, **few, **SETTINGS.get(name, {}), **settings})
-    found = Rounds(method, grouped(6, 16, 8, 3), 4)
+    found = Rounds(method, grouped(mlp(6, 16, 8, 3)), 4)
     for _ in range(rounds):
         found.play(*DEVICES)
     return found
