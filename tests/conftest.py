@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +19,13 @@ settings.register_profile(
     "the same anywhere", settings(), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("the same anywhere")
+
+# What a user's shell has set for programs: tokens, proxies, how wide and colourful output is.
+for name in list(os.environ):
+    ours = name in {databases.GIVEN, "MASKFLEET_BUNDLES"}
+    if name.upper().endswith(("_PROXY", "_COLOR")) or (name.startswith("MASKFLEET_") and not ours):
+        del os.environ[name]
+os.environ["COLUMNS"] = "80"
 
 # A shell that starts the tests in the background has Ctrl-C ignored in them and in all their children, to whom some
 # tests send it; with any handler here a child starts with the default.
@@ -46,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest."""
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, of which some make modules
+def pytest_runtest_setup() -> None:
+    """PyTorch draws the same numbers in a test, whatever ran before it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

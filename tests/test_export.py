@@ -138,7 +138,6 @@ def test_a_tied_weight_is_one_row_under_its_first_name_and_belongs_to_the_last_l
 def test_every_backend_trains_and_compacts_a_model_of_tied_weights_as_the_module_itself(
     make: type[nn.Module], example: torch.Tensor, classes: int, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
     bundle = export_bundle(make(), example, tmp_path / "b", name="tied", target=Classification(classes=classes), seed=5)
     model, random = bundle.model(), np.random.default_rng(0)
     x = random.integers(0, 11, (7, 5)) if example.dtype == torch.int64 else random.random((7, 6), np.float32)
@@ -173,7 +172,6 @@ def test_every_backend_trains_and_compacts_a_model_of_tied_weights_as_the_module
 def test_a_weight_that_two_layers_read_is_stored_once_also_where_one_has_it_transposed(
     make: type[nn.Module], example: torch.Tensor, target: Target, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
     bundle = export_bundle(make(), example, tmp_path / "b", name="tied", target=target)
     model, x = bundle.model(), np.random.default_rng(0).integers(0, 11, (7, *example.shape[1:]))
     samples = x.astype(bundle.manifest.input.dtype)

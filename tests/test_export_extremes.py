@@ -25,11 +25,6 @@ from torch.nn import functional  # noqa: E402
 from edge_client.errors import ModelError  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def _proved(module: nn.Module, *sample: int) -> Graphs:
     return proved_graphs(module, torch.zeros(2, *sample), {"kind": "classification"})
 
@@ -219,12 +214,10 @@ class _Deviations(nn.Module):
 
 def test_a_deviation_of_equal_steps_is_no_fault() -> None:
     """On zeros all steps are equal, so what moves the gradient of their deviation is the rounding of their mean."""
-    torch.manual_seed(0)
     assert _proved(_Deviations(), 7, 5).shown.gradient <= 1e-5
 
 
 def test_norms_that_divide_rounding_errors_are_no_fault() -> None:
-    torch.manual_seed(0)
     assert _proved(_Pointwise(), 1, 7, 7).shown.output <= 1e-5
 
 

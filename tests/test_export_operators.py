@@ -48,11 +48,6 @@ SLOW = {  # `python -m edge_bench.exporting.operators` has them all
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def test_a_head_of_zeros_with_the_classes_shares_as_its_bias_is_no_classifier_of_probabilities(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), _prior(nn.Linear(4, 3)))
     bundle = export_bundle(module, torch.zeros(2, 5), tmp_path / "b", name="b", target=Classification(classes=3))

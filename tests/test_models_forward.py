@@ -226,7 +226,6 @@ def encoder_layer(block: TransformerBlock, width: int, heads: int) -> nn.Module:
 
 
 def test_a_transformer_block_is_torchs_encoder_layer() -> None:
-    torch.manual_seed(0)
     block = drawn(TransformerBlock(24, 3))
     assert isinstance(block, TransformerBlock)
     block.read.weight.data *= 8  # so that attention prefers some tokens
@@ -236,7 +235,6 @@ def test_a_transformer_block_is_torchs_encoder_layer() -> None:
 
 
 def test_attention_weighs_values_as_torchs_own_function_does() -> None:
-    torch.manual_seed(0)
     block = drawn(TransformerBlock(8, 2))
     assert isinstance(block, TransformerBlock)
     for layer in (block.narrow, block.out):  # leaves x + attention
@@ -253,7 +251,6 @@ def test_attention_weighs_values_as_torchs_own_function_does() -> None:
 
 
 def test_a_vision_transformer_cuts_images_into_patches_and_classifies_the_mean_token() -> None:
-    torch.manual_seed(0)
     module = drawn(models.VisionTransformer(10, 2, width=24, size=16))
     assert isinstance(module, models.VisionTransformer)
     nn.init.normal_(module.places)
@@ -273,7 +270,6 @@ def test_a_vision_transformer_cuts_images_into_patches_and_classifies_the_mean_t
 
 
 def test_the_recurrent_network_is_the_equations_of_two_layers_of_lstm() -> None:
-    torch.manual_seed(0)
     module = models.NextCharacter(11, embedding=3, hidden=4).double()
     ids = torch.randint(0, 11, (2, 6))
     weights = dict(module.lstm.named_parameters())
@@ -295,7 +291,6 @@ def test_the_recurrent_network_is_the_equations_of_two_layers_of_lstm() -> None:
 
 
 def test_a_character_is_predicted_from_those_before_it_alone() -> None:
-    torch.manual_seed(0)
     module = models.NextCharacter(11, embedding=3, hidden=4)
     ids = torch.arange(8)[None]
     changed = ids.clone()

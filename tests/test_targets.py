@@ -184,7 +184,6 @@ def learned(bundle: Bundle, backend: str, data: Any, lr: float) -> tuple[float, 
 def test_a_model_of_this_target_learns_on_every_backend_alike_and_compacts(
     make: Any, example: torch.Tensor, target: Target, data: Any, lr: float, good: float, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
     bundle = export_bundle(make(), example, tmp_path / "b", name="b", target=target)
     ends = []
     for backend in BACKENDS:
