@@ -1,4 +1,4 @@
-"""Per-FedAvg: its meta-gradient on quadratics and against numpy, the personal step, what travels."""
+"""Per-FedAvg: its meta-gradient on quadratics, the personal step, what travels. Whole federations: test_references."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edge_client.methods import make_method
 from edge_client.methods.fedavg import State
 from edge_client.methods.perfedavg import PerFedAvg
 from edge_client.protocol.payload import Payload
-from edge_client.task import Assignment, Batch, Task
+from edge_client.task import Assignment, Task
 from edge_client.training import Gradient, Trainer
 
 QUADRATIC, MLP = mlp(2, 2, bias=False), mlp(6, 5, 3)
@@ -79,44 +79,11 @@ def test_hessian_free_is_the_gradient_of_the_meta_objective() -> None:
     assert trained(one("hf", delta=0.01), q) == pytest.approx(w - BETA * meta, rel=1e-3)
 
 
-def test_outer_steps_have_momentum_and_inner_steps_have_none() -> None:
-    q, w = quadratic(), course(QUADRATIC).model.parameters.astype(np.float64)
-    velocity = np.zeros(4)
-    for _ in range(2):
-        ahead = w - ALPHA * q.hessian @ (w - q.centre)
-        velocity = 0.5 * velocity + q.hessian @ (ahead - q.centre)
-        w = w - 0.01 * velocity
-    assert trained(one("fo", lr=0.01, epochs=2, momentum=0.5), q) == pytest.approx(w, rel=1e-5)
-
-
-def test_hessian_free_is_first_order_plus_the_curvature_term() -> None:
-    q, w = quadratic(), course(QUADRATIC).model.parameters.astype(np.float64)
-    v = q.hessian @ (w - ALPHA * q.hessian @ (w - q.centre) - q.centre)
-    assert trained(one("hf", delta=0.01), q) - trained(one("fo"), q) == pytest.approx(
-        BETA * ALPHA * q.hessian @ v, rel=1e-3
-    )
-
-
 @pytest.mark.parametrize("delta", [1e-9, 1e-50])
 def test_a_finite_difference_that_float32_cannot_hold_is_refused(delta: float) -> None:
     """Both weights would be the same number, so that `hf` would be `fo`; a step of 0 would give 0 / 0."""
     with pytest.raises(ConfigError, match="delta"):
         make_method({"name": "perfedavg", "variant": "hf", "delta": delta})
-
-
-def test_on_a_network_each_step_uses_its_own_batches_in_the_order_of_the_three_streams() -> None:
-    w = course(MLP).model.parameters.astype(np.float64)
-    t, engine, delta = task(NumpyMlp(MLP)), NumpyMlp(MLP), 0.01
-
-    def grad(at: NDArray[np.float64], b: Batch) -> NDArray[np.float64]:
-        return engine.gradient(at.astype(np.float32), NONE, b.x, b.y).parameters.astype(np.float64)
-
-    streams = (t.batches(2, 15, phase) for phase in ("inner", "train", "curvature"))
-    for first, second, third in zip(*streams, strict=True):
-        v = grad(w - ALPHA * grad(w, first), second)
-        bent = (grad(w + delta * v, third) - grad(w - delta * v, third)) / (2 * delta)
-        w = w - 0.05 * (v - ALPHA * bent)
-    assert trained(one("hf", delta=delta, epochs=2, batch=15, lr=0.05), NumpyMlp(MLP)) == pytest.approx(w, abs=2e-4)
 
 
 @pytest.mark.parametrize(("variant", "gradients"), [("fo", 2), ("hf", 4)])
