@@ -52,26 +52,24 @@ class Masks:
         self.records: dict[str, dict[str, Any]] = {}
         self.sent: dict[str, dict[str, Any]] = {}
 
-    def due(self, device: str) -> tuple[dict[str, Any] | None, F64] | None:
-        """What the server has of the device, and the shares of ones that it receives; None when it is lost."""
+    def due(self, device: str) -> F64 | None:
+        """The shares of ones that the device receives; None when it is lost."""
         record, kept = self.records.get(device), self.devices.get(device)
         if record is None:
-            fresh = self.c.state == "client"
-            return None, self.rounded(self.first.astype(float) if fresh else self.share)
+            return self.rounded(self.first.astype(float) if self.c.state == "client" else self.share)
         if kept is None or any((kept[k] != record[k]).any() for k in ("live", "bits")):
             return None
         if self.c.state == "client":
-            return record, record["own"].astype(float)
-        return record, self.rounded(np.where(self.averaged >= record["round"], self.share, record["bits"]))
+            return np.asarray(record["own"], float)
+        return self.rounded(np.where(self.averaged >= record["round"], self.share, record["bits"]))
 
     def rounded(self, share: F64) -> F64:
         steps = self.levels if self.c.down == "count" else 1
         return np.floor(share * steps + 0.5) / steps
 
     def train(self, device: str, round_: int) -> Personal | None:
-        if (found := self.due(device)) is None:
+        if (share := self.due(device)) is None:
             return None
-        _, share = found
         kept, task = self.devices.get(device), self.fleet.task(device)
         live = np.ones(len(self.masked), np.bool_)
         start = self.c.radius * (2 * share - 1)
@@ -143,11 +141,11 @@ class Masks:
         return Personal(values.astype(np.float32), np.asarray(buffers, np.float32), mask)
 
     def personal(self, device: str, round_: int) -> Personal | None:
-        if (found := self.due(device)) is None:
+        if (share := self.due(device)) is None:
             return None
         kept = self.devices.get(device)
         live = np.ones(len(self.masked), np.bool_) if kept is None else kept["live"]
-        return self.made(found[1] >= 0.5, live, *self.start(kept))
+        return self.made(share >= 0.5, live, *self.start(kept))
 
     def close(self, round_: int, devices: Sequence[str], limits: Mapping[str, Limit]) -> None:
         self.records |= {d: {**self.sent[d], "own": self.sent[d]["bits"]} for d in devices}
