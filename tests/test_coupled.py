@@ -341,6 +341,25 @@ def test_net_flips_without_their_streams_are_a_payload_error() -> None:
         fleet.method.receive(fleet.task("a", 3).assignment, fleet.kept["a"], broken)
 
 
+def test_net_flips_coded_with_earlier_ones_that_a_device_does_not_hold_are_a_loss() -> None:
+    fleet = MaskFleet(Coupled(lr=0.3), mlp(20, 64, 48, 3))  # large enough for contexts to pay
+    play_rounds(fleet, 4)
+    kept = fleet.kept["a"]
+    fleet.kept["a"] = replace(kept, held=replace(kept.held, net=None))
+    assert "net_long.coupled-net" in fleet.ask("a").arrays
+    with pytest.raises(LostError, match="is not of it"):
+        fleet.receive("a")
+
+
+def test_more_streams_than_a_device_draws_are_a_payload_error() -> None:
+    fleet = MaskFleet(Coupled(references=3))
+    play_rounds(fleet, 2)
+    down = fleet.ask("a")
+    more = np.append(down.arrays["streams"], np.uint64(1))
+    with pytest.raises(PayloadError, match=r"streams is uint64\[4\]; 1..3 uint64 were due"):
+        fleet.method.receive(fleet.task("a", 3).assignment, fleet.kept["a"], Payload({**down.arrays, "streams": more}))
+
+
 def test_the_first_counts_of_a_large_cohort_travel_whole_as_there_are_none_before() -> None:
     fleet = MaskFleet(Coupled(references=2))
     sent = []

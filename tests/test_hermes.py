@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from channel_groups import between
 from edge_kernels import bits
 from edge_kernels.pruning import add_lasso_slope, group_norms, keep_largest
 from hypothesis import given
@@ -88,6 +89,17 @@ def test_the_live_parameters_are_those_of_the_narrow_network() -> None:
         )
 
 
+def test_a_unit_that_the_next_layer_reads_in_several_columns_takes_them_all_along() -> None:
+    m = mlp(6, 4, 3)  # "1.w" reads three values of each unit, as a linear layer does behind a flattened convolution
+    first, bias, w, b = m.parameters
+    rows = (first, bias, w.model_copy(update={"shape": (3, 12)}), b.model_copy(update={"offset": 64}))
+    group = between(4, "0.w", "1.w", bias="0.b", repeat=3)
+    m = m.model_copy(update={"parameters": rows, "groups": (group,)})
+    for kept in ([2], [0, 3], [0, 1, 2, 3]):
+        due = narrow(m, {group.name: np.array(kept)}).manifest.d
+        assert parameters_with(m, [len(kept)]) == due == len(kept) * (6 + 1 + 9) + 3
+
+
 @given(st.floats(0.01, 1.2), st.lists(st.integers(0, 17), max_size=8))
 def test_a_step_removes_as_few_units_as_reach_the_size_and_the_same_share_of_each_layer(
     share: float, removed: list[int]
@@ -159,7 +171,7 @@ def test_a_device_prunes_only_above_the_threshold_and_above_the_target() -> None
     assert Hermes(target=1).unpruned() is None  # that is what it was set to
 
 
-@pytest.mark.parametrize(("target", "rate"), [(0.4, 0.2), (0.7, 0.6)])
+@pytest.mark.parametrize(("target", "rate"), [(0.4, 0.2), (0.7, 0.6), (0.55, 0.4)])
 def test_pruning_lands_on_the_target_with_steps_of_the_rate_and_never_grows_again(target: float, rate: float) -> None:
     method, t = Hermes(threshold=-1, target=target, rate=rate, epochs=1), validated()
     now, ratios, sets = received(), [1.0], [np.ones(18, np.bool_)]

@@ -246,7 +246,7 @@ class Coupled(BernoulliMasks):
         size = self.exchanged(a.model)
         with decoding(f"the downlink of round {a.round}"):
             if LONG in arrays or SHORT in arrays:
-                known = required(a, held, size, LONG in arrays)
+                known = required(a, held, size)
                 reference, net = self._net(a, known, downlink)
                 masks = len(arrays["streams"])
                 wide = net.astype(np.int64)
@@ -323,14 +323,12 @@ class Coupled(BernoulliMasks):
         return mask, Payload({FLIPS: u8(flips)}, changes.named(reference))
 
 
-def required(a: Assignment, held: Held | None, size: int, net: bool = False) -> Held:
-    """What the device holds. Raises LostError when it holds nothing, another model's values, or no net flips."""
+def required(a: Assignment, held: Held | None, size: int) -> Held:
+    """What the device holds. Raises LostError when it holds nothing, or another model's values."""
     if held is None:
         raise stale(a, "it holds no counts")
     if held.posterior.ones.size != size or (held.net is not None and held.net.size != size):
         raise stale(a, f"it holds {held.posterior.ones.size} counts of {size}")
-    if net and held.net is None:
-        raise stale(a, "it holds no net flips")
     return held
 
 

@@ -86,8 +86,12 @@ class DeltaMask(BernoulliMasks):
         return self.sampling == "device"
 
     def reference(self, a: Assignment, state: State) -> Bits:
-        theta = self.theta(a.course, state.posterior).astype(np.float32)  # as it travels
+        theta = self.sent_theta(a, state)
         return self.uniforms(a, theta.size) < theta
+
+    def sent_theta(self, a: Assignment, state: State) -> F64:
+        """theta as a device has it: through float32."""
+        return self.theta(a.course, state.posterior).astype(np.float32).astype(np.float64)
 
     def kappa_at(self, a: Assignment) -> float:
         """The share kappa of a round."""
@@ -117,7 +121,7 @@ class DeltaMask(BernoulliMasks):
 
     def read_mask(self, a: Assignment, state: State, record: None, payload: Payload) -> Bits:
         """The reference, flipped at every position that the filter names. Raises PayloadError."""
-        theta = self.theta(a.course, state.posterior).astype(np.float32).astype(np.float64)  # as it travels
+        theta = self.sent_theta(a, state)
         u = self.uniforms(a, theta.size)
         what = f"the update of device {a.device!r} in round {a.round}"
         return changes.decode(self.codec_of(a.model), payload, u < theta, what, contexts=self.contexts(theta, u))
