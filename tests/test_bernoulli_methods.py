@@ -242,6 +242,8 @@ def test_batch_norm_statistics_go_on_on_the_device(method: BernoulliMasks) -> No
         local = method.local_round(t, kept, received)
         kept = stored(local.kept)
         assert local.trained.buffers.tolist() == kept.buffers.tolist() == [round_] * 2
+    assert method.of_device(course(m), state, None, local.trained) is None  # the server does not have them
+    assert method.of_device(course(M), state, None, local.trained) is local.trained
 
 
 def test_the_published_straight_through_rule_is_another_one() -> None:

@@ -370,6 +370,22 @@ def test_a_device_alone_gets_back_what_it_sent_in_bytes_for_its_units() -> None:
         assert not personal.parameters[~personal.mask].any()
 
 
+def test_the_residual_of_parameters_that_stay_live_goes_on_through_a_pruning() -> None:
+    method = Hermes(threshold=-1, target=0.5, up="topk:0.1", feedback=True, epochs=1)
+    fleet, left, live = Rounds(method, M, data={"a": validated().data}), np.zeros(M.d, np.float32), M.d
+    for _ in range(3):
+        fleet.play("a")
+        kept, places = fleet.kept["a"], fleet.read["a"].units.places
+        start = fleet.received["a"].parameters[places]
+        change = fleet.local["a"].trained.parameters[places] - start + left[places]
+        lost = change - (fleet.read["a"].parameters - start)
+        np.testing.assert_allclose(kept.residual, lost, atol=1e-6)
+        assert np.count_nonzero(lost) > np.count_nonzero(change) / 2  # topk sends a tenth
+        assert places.size < live
+        live, left = places.size, np.zeros(M.d, np.float32)
+        left[places] = kept.residual
+
+
 def test_a_device_whose_record_is_gone_receives_the_whole_model_and_keeps_its_units() -> None:
     method, own = Hermes(target=1), units(2, 13)
     state = method.start(A.course)

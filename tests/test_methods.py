@@ -290,7 +290,8 @@ def test_no_means_make_the_model_or_its_velocity_infinite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("up", "down"), [("float16", "float32"), ("float32", "float16"), ("stochastic8", "stochastic8")]
+    ("up", "down"),
+    [("float16", "float32"), ("float32", "float16"), ("stochastic8", "stochastic8"), ("float32", "eden:4")],
 )
 def test_a_codec_carries_the_change_up_and_the_model_down(up: str, down: str) -> None:
     fleet = Rounds(FedAvg(up=up, down=down), M)
@@ -302,7 +303,7 @@ def test_a_codec_carries_the_change_up_and_the_model_down(up: str, down: str) ->
     assert set(sent.arrays) == {"parameters" if down == "float32" else f"parameters.{down}", "buffers"}
     assert size(local.update) <= fleet.method.update_limit(fleet.course.model)
     moved = local.trained.parameters - received
-    step = {"float32": 1e-7, "float16": 1e-3, "stochastic8": 1 / 127}
+    step = {"float32": 1e-7, "float16": 1e-3, "stochastic8": 1 / 127, "eden:4": 0.2}
     assert np.abs(fleet.state.parameters - before - moved).max() <= 2 * step[up] * np.abs(moved).max()
     assert np.abs(received - before).max() <= step[down] * np.abs(before).max()
 

@@ -132,6 +132,4 @@ class LinearProbing(Coded):
         model = task.assignment.model
         values = model.parameters.copy()
         head(model.manifest).scatter(received.head, values)
-        if kept is None or kept.buffers.size != model.buffers.size:
-            return Personal(values, model.buffers)
-        return Personal(values, kept.buffers)
+        return Personal(values, model.buffers if kept is None else kept.buffers)
