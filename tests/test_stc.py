@@ -252,3 +252,11 @@ def test_the_whole_model_is_sent_once_the_missed_updates_are_larger_though_all_a
     assert sizes[0][0] == {UPDATES}
     assert sizes[-1][0] == {MODEL}
     assert fleet.receive("a").model.parameters.tobytes() == fleet.state.model.parameters.tobytes()
+
+
+def test_the_whole_model_comes_back_bit_for_bit_also_where_a_zero_has_another_sign() -> None:
+    start = model(M)
+    start.parameters[:2] = 0.0, -0.0
+    held = Weights(start.parameters.copy(), start.buffers)
+    held.parameters[:2] = -0.0, 0.0
+    assert checksum(read_whole(start, whole(start, held))) == checksum(held)
