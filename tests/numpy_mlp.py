@@ -125,6 +125,20 @@ class Steady:
         return Embedded(self, kept)
 
 
+def counted(m: Manifest) -> Manifest:
+    """The network with two statistics that begin at 0."""
+    zero = Init(kind="constant", scale=0.0)
+    return m.model_copy(update={"buffers": (Tensor(name="n", shape=(2,), offset=0, init=zero),)})
+
+
+@dataclass
+class Counting(NumpyMlp):
+    """Each batch adds its samples to every statistic."""
+
+    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+        return replace(super().gradient(parameters, buffers, x, y), buffers=buffers + np.float32(len(x)))
+
+
 def clusters(m: Manifest, seed: int, count: int = 40) -> DeviceData:
     """Classes as noisy corners, learnable by a small network; the same samples train and test, none validate."""
     rng = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy_mlp import clusters, mlp
+from numpy_mlp import Counting, clusters, counted, mlp
 from rounds import M, Rounds, size
 
 from edge_client.errors import LostError, PayloadError
@@ -143,6 +143,17 @@ def test_a_codebook_alone_moves_the_devices_own_weights() -> None:
     assert np.array_equal(np.unique(own), fleet.local["a"].update.arrays["codebook"])  # a device keeps what it sent
     due = codebook[np.abs(own[:, None] - codebook).argmin(axis=1)]
     assert np.abs(fleet.receive("a").parameters - due).max() < 1e-6
+
+
+def test_statistics_travel_with_clusters_and_stay_where_they_are_with_a_codebook_alone() -> None:
+    m = counted(M)
+    data = {d: clusters(m, ord(d), n) for d, n in (("a", 30), ("b", 60))}
+    fleet = Rounds(FedCode(clusters=8, epochs=1), m, data=data, trainer=Counting(m))
+    seen = []
+    for _ in range(3):
+        fleet.play("a", "b")
+        seen.append([float(v.buffers[0]) for v in (fleet.received["a"], fleet.received["b"], fleet.state)])
+    assert seen == [[0, 0, 50], [50, 50, 100], [80, 110, 100]]  # the mean of 30 and 60 by samples is 50
 
 
 def test_a_late_device_receives_clusters_and_one_that_lost_its_model_says_so() -> None:

@@ -14,7 +14,7 @@ from edge_kernels import bits as bitset
 from edge_kernels import codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import NumpyMlp, clusters, course, mlp
+from numpy_mlp import Counting, NumpyMlp, clusters, counted, course, mlp
 from rounds import Rounds
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
@@ -307,13 +307,7 @@ def test_a_device_that_does_not_hold_the_model_is_lost_and_then_receives_everyth
 
 
 def test_statistics_are_averaged_or_stay_on_the_device() -> None:
-    m = M.model_copy(update={"buffers": (Tensor(name="n", shape=(2,), offset=0, init=Init(kind="constant", scale=0)),)})
-
-    @dataclass
-    class Counting(NumpyMlp):
-        def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
-            return replace(super().gradient(parameters, buffers, x, y), buffers=buffers + np.float32(len(x)))
-
+    m = counted(M)
     for how, due in (("mean", 60.0), ("local", 0.0)):
         data = {d: clusters(m, i, count=n) for i, (d, n) in enumerate(zip(DEVICES, (30, 60, 90), strict=True))}
         p = play(small(statistics=how), m=m, data=data, trainer=Counting(m)).run(1)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy_mlp import NumpyMlp, clusters, course, mlp
+from numpy_mlp import Counting, clusters, counted, course, mlp
 from rounds import Rounds
 
-from edge_client.bundle import F32, Init, Manifest, Tensor
+from edge_client.bundle import Manifest
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.methods import Method
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.lgfedavg import Kept, LGFedAvg, Record
 from edge_client.protocol.payload import Arrays, Payload
 from edge_client.task import Assignment
-from edge_client.training import Gradient, Trainer
+from edge_client.training import Trainer
 
 M = mlp(6, 5, 4, 3)
 HEAD = slice(M.tensors["2.w"].offset, M.d)  # with num_layers = 1
@@ -88,13 +87,7 @@ def test_without_a_first_phase_the_bodies_start_from_the_bundle() -> None:
 
 
 def test_batch_norm_statistics_are_averaged_in_the_first_phase_and_stay_on_the_device_in_the_second() -> None:
-    row = Tensor(name="n", shape=(2,), offset=0, init=Init(kind="constant", scale=0))
-    m = M.model_copy(update={"buffers": (row,)})
-
-    class Counting(NumpyMlp):
-        def gradient(self, parameters: F32, buffers: F32, x: Any, y: Any) -> Gradient:
-            return replace(super().gradient(parameters, buffers, x, y), buffers=buffers + np.float32(len(x)))
-
+    m = counted(M)
     f = federation(LGFedAvg(num_layers=1, global_rounds=1, **SETTINGS), manifest=m, engine=Counting(m))
     f.play(*"abc")
     mean = 2 * (30**2 + 40**2 + 50**2) / 120  # two epochs; weighted by samples
