@@ -306,11 +306,12 @@ def test_a_device_that_does_not_hold_the_model_is_lost_and_then_receives_everyth
     assert p.receive("a").theta.tobytes() == p.state.theta.tobytes()
 
 
-def test_statistics_are_averaged_or_stay_on_the_device() -> None:
+@pytest.mark.parametrize("kind", [FedMap, FederatedPruningLamp])
+def test_statistics_are_averaged_or_stay_on_the_device(kind: type[FedMap]) -> None:
     m = counted(M)
     for how, due in (("mean", 60.0), ("local", 0.0)):
         data = {d: clusters(m, i, count=n) for i, (d, n) in enumerate(zip(DEVICES, (30, 60, 90), strict=True))}
-        p = play(small(statistics=how), m=m, data=data, trainer=Counting(m)).run(1)
+        p = play(kind(epochs=1, batch=20, statistics=how), m=m, data=data, trainer=Counting(m)).run(1)
         assert p.state.buffers.tolist() == [due, due]
         p.run(2, lambda round_, device: device != "c")
         assert ("buffers" in p.local["a"].update.arrays) == ("buffers" in p.ask("c").arrays) == (how == "mean")
