@@ -55,7 +55,7 @@ def fleet(name: str, **settings: Any) -> Rounds:
 
 
 def made(name: str, **settings: Any) -> Method:
-    return make_method({"name": name, **SETTINGS[name], **settings})
+    return make_method({"name": name, **SETTINGS.get(name, {}), **settings})
 
 
 def model(there: Rounds) -> NDArray[np.float32]:
@@ -66,9 +66,16 @@ def model(there: Rounds) -> NDArray[np.float32]:
     return found
 
 
-@every_method
-def test_a_codec_that_loses_nothing_gives_the_model_of_float32(name: str) -> None:
-    plain, coded = fleet(name), fleet(name, up="topk:1")
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, {}) for name in sorted(SETTINGS)),
+        ("feddr", {"epochs": 1}),
+        ("fedmap", {"dr": {"alpha": 0.9}, "momentum": 0}),
+    ],
+)
+def test_a_codec_that_loses_nothing_gives_the_model_of_float32(name: str, more: dict[str, Any]) -> None:
+    plain, coded = fleet(name, **more), fleet(name, up="topk:1", **more)
     for _ in range(4):
         plain.play("a", "b", "c")
         coded.play("a", "b", "c")
