@@ -9,7 +9,7 @@ import pytest
 from edge_kernels.codecs import sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import clusters, mlp, model
+from numpy_mlp import Counting, clusters, counted, mlp, model
 from rounds import M, Rounds, size
 
 from edge_client.bundle import Init, Tensor
@@ -139,6 +139,15 @@ def test_statistics_move_by_the_mean_of_the_changes_weighted_by_samples() -> Non
         total, _ = fleet.method.fold(Assignment(fleet.course, 1, device), fleet.state, total, update, None)
     after, _ = fleet.method.finish(fleet.course, 1, ["a", "b"], fleet.state, total)
     assert after.model.buffers.tolist() == [1 + (10 * 1 + 30 * 5) / 40, 1 + (10 * -2 + 30 * 2) / 40]
+
+
+def test_the_statistics_of_the_devices_training_reach_the_server() -> None:
+    m = counted(M)
+    data = {d: clusters(m, ord(d), n) for d, n in (("a", 30), ("b", 60))}
+    fleet = Rounds(STC(epochs=1), m, data=data, trainer=Counting(m))
+    for due in (50, 100):  # the mean of 30 and 60 by samples is 50
+        fleet.play("a", "b")
+        assert fleet.state.model.buffers.tolist() == [due, due]
 
 
 def test_stc_learns() -> None:
