@@ -15,7 +15,7 @@ from rounds import M, Rounds, size
 from edge_client.bundle import Init, Tensor
 from edge_client.errors import LostError, PayloadError
 from edge_client.methods.shared.averaging import Weights
-from edge_client.methods.stc import MODEL, STC, UPDATE, UPDATES, Update, checksum, contexts, read_whole, whole
+from edge_client.methods.stc import MODEL, STC, UPDATE, UPDATES, checksum, contexts, read_whole, whole
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 
@@ -128,17 +128,6 @@ def test_no_variance_becomes_negative_by_rounding(held: float, share: float) -> 
     assert (after >= 0).all()
     assert np.abs(after - now)[:2].max() <= 0.001 * held
     assert after[2] == pytest.approx(1.3004 - 1.2998, abs=1e-4)
-
-
-def test_statistics_move_by_the_mean_of_the_changes_weighted_by_samples() -> None:
-    m = M.model_copy(update={"buffers": (Tensor(name="n", shape=(2,), offset=0, init=Init(kind="constant", scale=1)),)})
-    fleet, total = Rounds(STC(keep=0.1), m), None
-    still = sparse.ternary(np.zeros(m.d, np.float32), 0.1, (m.d,))
-    for device, change, samples in (("a", [1, -2], 10), ("b", [5, 2], 30)):
-        update = Update(still, np.array(change, np.float32), samples)
-        total, _ = fleet.method.fold(Assignment(fleet.course, 1, device), fleet.state, total, update, None)
-    after, _ = fleet.method.finish(fleet.course, 1, ["a", "b"], fleet.state, total)
-    assert after.model.buffers.tolist() == [1 + (10 * 1 + 30 * 5) / 40, 1 + (10 * -2 + 30 * 2) / 40]
 
 
 def test_the_statistics_of_the_devices_training_reach_the_server() -> None:
