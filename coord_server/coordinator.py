@@ -88,7 +88,7 @@ class Coordinator:
                 if id_ not in known or known[id_].first != held.first:
                     del self._federations[id_]
                     if isinstance(held, LiveFederation):
-                        await held.close(deleted=True)
+                        await held.close()
             for id_, found in known.items():
                 here = self._federations.get(id_)
                 try:

@@ -217,6 +217,25 @@ def test_a_last_downlink_that_is_fetched_in_parts_counts_once(tmp_path: Path) ->
     play(tmp_path, script)
 
 
+def test_decoded_updates_beyond_the_room_for_them_are_read_again_for_the_fold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", rounds=1)
+        here = fleet.http._transport.app.state.coordinator.federation("fed")._rounds  # type: ignore[attr-defined]
+        assert (await fleet.train("a")).status_code == 201
+        kept.append(set(here._fresh))
+        assert (await fleet.train("bb")).status_code == 201
+        await until(fleet, lambda f: f["phase"] == "finished")
+        return (await fleet.operator("GET", "/v1/federations/fed/state")).content
+
+    kept = list[set[str]]()
+    state = play(tmp_path / "kept", script)
+    monkeypatch.setattr("coord_server.live.rounds.FRESH", 0)
+    assert play(tmp_path / "not", script) == state
+    assert kept == [{"a"}, set()]
+
+
 def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", start="manual", cohort=1)

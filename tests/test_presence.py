@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def test_a_removed_device_is_neither_drawn_nor_counted_in_the_attempt_that_its_r
             await fleet.federation("a", "b", "c", min_devices=3, min_updates=2)
             gone, other = live(fleet)._commits.state.cohort
             assert (await fleet.fail(other, await fleet.work(other), "lost")).status_code == 204
+            live(fleet)._faults.set(f"report of {gone}", "it could not be written down")
             assert (await fleet.operator("DELETE", f"{FED}/devices/{gone}")).status_code == 204
+            assert (await fleet.operator("GET", FED)).json()["fault"] is None  # nothing of that device will clear it
             state = live(fleet)._commits.state
             assert (state.attempt, state.fleet) == (2, 2)
             assert state.cohort == tuple(sorted({"a", "b", "c"} - {gone}))
@@ -138,13 +141,84 @@ def test_a_device_whose_long_poll_is_open_is_present(tmp_path: Path) -> None:
             newer = asyncio.create_task(fleet.work("a", LIMIT))
             assert (await held)["status"] == "wait"  # the newer one has replaced it
             assert (await devices.present(clock())).devices == ("a",)
+            clock.ahead = 250.0
             live(fleet).answer_polls()
-            await newer
+            await asyncio.wait_for(newer, LIMIT / 2)
             assert devices._polls == {}
-            clock.ahead = 290.0
+            clock.ahead = 340.0
             assert (await devices.present(clock())).devices == ("a",)  # it was here until its poll ended
-            clock.ahead = 310.0
+            clock.ahead = 360.0
             assert (await devices.present(clock())).devices == ()
+
+    asyncio.run(main())
+
+
+def test_the_end_of_an_older_poll_leaves_the_newer_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a")
+            with ExitStack() as older:
+                older.enter_context(room(fleet).polling("a"))
+                with room(fleet).polling("a") as newer:
+                    older.close()
+                    room(fleet).wake(["a"])
+                    assert newer.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_read_of_who_is_present_forgets_no_request_that_is_not_written_yet(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        async with served(tmp_path, clock) as fleet:
+            await fleet.federation("a", min_devices=4, presence_seconds=100.0)
+            devices = room(fleet)
+            for clock.ahead in (60.0, 120.0):
+                if clock.ahead == 60.0:
+                    devices.note("a")
+                assert (await devices.present(clock())).devices == ("a",)
+
+    asyncio.run(main())
+
+
+def test_what_another_coordinator_commits_about_devices_counts_here_at_once(tmp_path: Path) -> None:
+    clock = Clock()  # it stands still, so nothing is too old
+
+    async def main() -> None:
+        async with served(tmp_path, clock) as first, served(tmp_path, clock) as second:
+            await first.federation("a", "b", min_devices=9)
+            second.join = first.join
+            await until(second, lambda f: f["devices"] == 2)
+            assert (await room(second).present(clock())).devices == ("a", "b")
+            await first.enrol("c")
+            await first.work("c")
+            await until(second, lambda f: f["devices"] == 3)
+            assert (await room(second).present(clock())).devices == ("a", "b", "c")
+            assert (await first.operator("DELETE", f"{FED}/devices/a")).status_code == 204
+            await until(second, lambda f: f["devices"] == 2)
+            assert (await room(second).present(clock())).devices == ("b", "c")
+
+    asyncio.run(main())
+
+
+def test_requests_are_written_often_enough_for_other_coordinators_to_see_who_is_present(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        async with served(tmp_path, clock) as first, served(tmp_path, clock) as second:
+            await first.federation("a", min_devices=9, presence_seconds=20.0)
+            await until(second, lambda f: f["devices"] == 1)
+            assert (await room(second).present(clock())).devices == ("a",)
+            await room(first).flush()
+            clock.ahead = 15.0
+            room(first).note("a")
+            timer = room(first)._timer
+            assert timer is not None
+            assert timer.when() - asyncio.get_running_loop().time() <= 20.0 / 4
+            await room(first).flush()
+            clock.ahead = 30.0
+            assert (await room(second).present(clock())).devices == ("a",)
 
     asyncio.run(main())
 
@@ -393,6 +467,14 @@ def test_a_thing_that_fails_is_a_fault_until_it_succeeds() -> None:
     with faults.watch("other", "x"):
         pass
     assert faults.text is not None
+    for thing in ("work of a", "report of a", "work of aa"):
+        faults.set(thing, thing)
+    faults.forget("a")
+    assert (faults.text, faults._found.keys()) == (
+        "the update of 'a' was not accepted: full",
+        {"updates", "work of aa"},
+    )
+    faults.clear("work of aa")
     with faults.watch("updates", "x"):
         pass
     assert faults.text is None
@@ -406,5 +488,19 @@ def test_an_enrolment_carries_the_digest_of_the_credential_only(tmp_path: Path) 
         stored = b"".join(p.read_bytes() for p in tmp_path.rglob("coordinator.db*"))
         assert credential("a").encode() not in stored
         assert fleet.join.encode() not in stored
+
+    asyncio.run(main())
+
+
+def test_a_device_that_asks_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await fleet.federation("a", "bb")
+            await whole(fleet, "a", "bb")
+            before = live(fleet).feed.version
+            assert (await fleet.enrol("late")).status_code == 200
+            assert (await fleet.work("late"))["status"] == "finish"
+            assert live(fleet).feed.version == before
+            assert (await fleet.operator("GET", FED)).json()["devices"] == 2
 
     asyncio.run(main())

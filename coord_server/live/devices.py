@@ -135,7 +135,7 @@ class Devices:
         The caller then commits an arrival.
         """
         silent = self._clock() - self._last.get(device, 0.0)
-        return device not in self._ready or not 0.0 <= silent <= self._config.presence_seconds
+        return device not in self._ready or silent > self._config.presence_seconds
 
     def arrived(self, device: str, new: int) -> None:
         """The arrival of a device is committed; `new` is 1 when it is the device's first."""
@@ -291,11 +291,9 @@ class Devices:
             **_said(u.agent or row.agent or ""),
         )
 
-    async def close(self, deleted: bool = False) -> None:
-        """Write what is not written yet and stop; of a federation that was deleted nothing is written."""
+    async def close(self) -> None:
+        """Write what is not written yet and stop."""
         self._closed = True
-        if deleted:
-            self._unwritten.clear()
         if self._timer is not None:
             self._timer.cancel()
         if self._flushing is not None:

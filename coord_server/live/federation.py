@@ -100,15 +100,12 @@ class LiveFederation:
         self._rounds.begin()
         self._commits.begin()
 
-    async def close(self, deleted: bool = False) -> None:
-        """Stop timers and tasks and write down which devices made requests. What is not committed is done again.
-
-        Of a federation that was `deleted` nothing is written.
-        """
+    async def close(self) -> None:
+        """Stop timers and tasks and write down which devices made requests. What is not committed is done again."""
         self.answer_polls()
         await self._commits.close()
         await self._rounds.close()
-        await self.devices.close(deleted)
+        await self.devices.close()
 
     def answer_polls(self) -> None:
         """Answer every long poll now and end streams: the coordinator is about to go down."""
@@ -120,8 +117,6 @@ class LiveFederation:
 
     def _committed(self, before: engine.State) -> None:
         now = self._commits.state
-        if now.round != before.round:
-            self._faults.clear("updates")
         if now.phase != before.phase:
             self.devices.wake()
         elif now.stage == "collecting" and (now.round, now.attempt) != (before.round, before.attempt):
@@ -260,14 +255,11 @@ class LiveFederation:
         with self._faults.watch(f"work of {device}", f"{device!r} cannot be given its downlink"):
             for _ in range(LOOKS):
                 s, version = self._commits.state, self._commits.version
-                if s.phase != "recruiting":
-                    try:
-                        round_ = self.config.rounds + 1 if s.phase == "finished" else s.round
-                        down = await self._downlinks.get(round_, device)
-                        if down.sha256 == sha256:
-                            return down
-                    except StaleError:
-                        pass
+                with suppress(StaleError):
+                    round_ = self.config.rounds + 1 if s.phase == "finished" else s.round
+                    down = await self._downlinks.get(round_, device)
+                    if down.sha256 == sha256:
+                        return down
                 if not await self._commits.refresh(version):
                     break
         raise Refusal("not-found", f"payload {sha256} is not due in round {s.round} of {self.id}; ask for work again")
@@ -371,7 +363,7 @@ class LiveFederation:
         """
         found = await self._records.read(first, last, limit)
         end = self.config.rounds
-        if self._commits.state.phase == "finished" and (text := found.get(end)) is not None:
+        if (text := found.get(end)) is not None:
             last_one = Round.model_validate_json(text)
             traffic = last_one.traffic.model_copy(update={"last_down": await self.devices.last_downlinks()})
             found[end] = last_one.model_copy(update={"traffic": traffic}).model_dump_json()

@@ -45,10 +45,10 @@ class Rounds:
         self._folding: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._first_sweep: asyncio.Task[None] | None = None
 
-    def remember(self, device: str, round_: int, checked: Checked) -> None:
-        """Keep a decoded update for the fold of its round, while there is room."""
+    def remember(self, device: str, checked: Checked) -> None:
+        """Keep a decoded update for the fold of the round under way, while there is room."""
         size = _size(checked.update)
-        if round_ == self._method_state.closed + 1 and size <= self._room:
+        if size <= self._room:
             self._room -= size
             self._fresh[device] = checked
 

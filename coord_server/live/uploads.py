@@ -85,7 +85,7 @@ class Uploads:
                 await self._commits.submit(
                     event,
                     lambda rows: rows.add_update(round_, device, content, size, now, checked.influence, cost),
-                    lambda: self._rounds.remember(device, round_, checked),
+                    lambda: self._rounds.remember(device, checked),
                 )
         except Refusal:  # an earlier request may have committed it without a confirmation
             known = await self._known(event)
