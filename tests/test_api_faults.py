@@ -30,6 +30,8 @@ from coordination import (
 
 from coord_server import aggregation, coordinator
 from coord_server.store.metadata import Metadata
+from coord_server.store.rows import Rows
+from coord_server.store.values import Content
 from edge_client.errors import StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.methods.fedavg import FedAvg
 
@@ -383,5 +385,24 @@ def test_updates_and_values_of_closed_rounds_are_swept(tmp_path: Path) -> None:
         while (left := [rounds(kind) for kind in ("updates", "values")]) != [[], ["1", "2"]]:
             assert time.monotonic() < end, left
             await asyncio.sleep(0.02)
+
+    play(tmp_path, script)
+
+
+def test_a_sweep_leaves_what_another_process_may_still_read_and_a_record_that_its_row_names(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await whole(fleet, "a", "bb")
+        there = fleet.http._transport.app.state.coordinator  # type: ignore[attr-defined]
+        blobs, rounds = there.store.blobs, there.federation("fed")._rounds
+        for shelf in ("updates", "downlinks", "values", "records/a", "records/bb"):
+            for round_ in range(1 - (shelf == "values"), 4):
+                blobs.put(f"fed/{shelf}/{round_}", b"x")
+        with there.store.metadata.database.writing("fed") as c:
+            Rows(c, "fed").set_record("a", 1, Content("0" * 64, None))
+        rounds._sweep(None)
+        left = {shelf: blobs.shelves(f"fed/{shelf}") for shelf in ("updates", "downlinks", "values")}
+        assert left == {"updates": [], "downlinks": ["2", "3"], "values": ["1", "2", "3"]}
+        assert (blobs.shelves("fed/records/a"), blobs.shelves("fed/records/bb")) == (["1", "2", "3"], ["2", "3"])
 
     play(tmp_path, script)

@@ -13,6 +13,7 @@ import pytest
 from coordination import LIMIT, Fleet, credential, served, until, whole
 from sqlalchemy import insert
 
+from coord_server import auth
 from coord_server.events import Started, Stopped
 from coord_server.live import commits
 from coord_server.live.devices import Devices
@@ -197,6 +198,8 @@ def test_what_another_coordinator_commits_about_devices_counts_here_at_once(tmp_
             assert (await room(second).present(clock())).devices == ("a", "b", "c")
             assert (await first.operator("DELETE", f"{FED}/devices/a")).status_code == 204
             await until(second, lambda f: f["devices"] == 2)
+            assert await room(second).device_of(auth.hashed(credential("b"))) == "b"
+            assert not room(second).arrives("b")  # no commit for each device after each commit elsewhere
             assert (await room(second).present(clock())).devices == ("b", "c")
 
     asyncio.run(main())
