@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # One thread a process: the demo and the tests run many processes on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint docs pytest test-arm64 fuzz bundles clean
+.PHONY: demo test lint docs pytest test-lowest test-arm64 fuzz bundles clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test      ruff, mypy --strict, import contracts, the docs' links, pytest"
 	@echo "make lint      ruff, mypy --strict and import contracts only"
 	@echo "make docs      the docs as a site in build/site; a broken link fails"
+	@echo "make test-lowest  some tests with the lowest versions of dependencies that pyproject.toml allows (Python 3.10 to 3.12)"
 	@echo "make test-arm64  the base install on Debian arm64 under qemu-user (as root; about half an hour the first time)"
 	@echo "make fuzz      a million mutated payloads through every codec and the container, then two minutes each guided by"
 	@echo "               coverage (MUTATIONS=n SECONDS_GUIDED=s for others)"
@@ -39,6 +40,19 @@ docs: $(VENV)/.test
 
 pytest: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses logical --dist loadfile $(ARGS)
+
+# pip takes the newest versions; uv can take the lowest. What they need in turn is the newest.
+LOWEST = build/lowest/bin
+LOWEST_TESTS = codecs_sets codecs_fuse codecs_values lattice client cli logs store trainers bench personal artifacts \
+	api_rounds api_devices api_manage metrics dashboard
+test-lowest:
+	$(PYTHON) -m venv build/lowest
+	$(LOWEST)/python -m pip install --quiet uv torch==2.13.0
+	$(LOWEST)/uv pip compile --quiet --resolution lowest-direct --python $(LOWEST)/python --extra server --extra bench \
+		--extra meters --extra fast pyproject.toml --output-file build/lowest/versions.txt
+	$(LOWEST)/python -m pip install --quiet -r build/lowest/versions.txt 'pytest>=8' 'hypothesis>=6.100'
+	$(LOWEST)/python -m pip install --quiet --no-deps -e .
+	$(LOWEST)/python -m pytest $(LOWEST_TESTS:%=tests/test_%.py) $(ARGS)
 
 # Not part of `make test`: it needs root and qemu-user-static, debootstrap, proot of the system's packages.
 test-arm64: $(VENV)/.demo
