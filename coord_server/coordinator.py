@@ -181,7 +181,10 @@ class Coordinator:
 
     def _held(self, id_: str) -> LiveFederation | UnloadedFederation:
         if id_ not in self._federations:
-            raise Refusal("not-found", f"there is no federation {id_!r}; GET /v1/federations lists them")
+            raise Refusal(
+                "not-found",
+                f"there is no federation {id_!r}; `maskfleet federation list` or GET /v1/federations has them",
+            )
         return self._federations[id_]
 
     def federations(self) -> list[LiveFederation]:

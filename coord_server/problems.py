@@ -43,7 +43,7 @@ PROBLEMS: dict[str, Kind] = {
     "forbidden": Kind(403, "this credential belongs to 'pi-07'; it cannot upload for 'pi-08'"),
     "device-removed": Kind(403, "device 'pi-07' was removed from har by its operator"),
     "token-spent": Kind(403, "this join token has been used up; ask the operator for a new one"),
-    "not-found": Kind(404, "there is no federation 'hat'; GET /v1/federations lists them"),
+    "not-found": Kind(404, "there is no federation 'hat'; `maskfleet federation list` or GET /v1/federations has them"),
     "method-not-allowed": Kind(405, "/v1/federations/har/work does not take POST; see /docs"),
     "too-slow": Kind(408, "no byte of the body arrived for 60 s; send it again", closes=True),
     "wrong-round": Kind(409, "this update is for round 2, the federation is at round 3; ask for work again"),

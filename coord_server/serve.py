@@ -183,14 +183,14 @@ def serve(
     open_metrics: Annotated[
         bool, typer.Option("--open-metrics", help="Serve /metrics without a token, in a trusted network.")
     ] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="The least that is logged.")
+    ] = "info",
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Lines for people, or JSON for a collector.")
     ] = "text",
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C; what it has acknowledged is always on disk."""
-    if log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"--log-level {log_level!r} is not known; choose debug, info, warning or error")
     if (certificate is None) != (key is None):
         raise ConfigError("TLS needs both --certificate and --key")
     tls = None if certificate is None or key is None else tls_of(certificate, key)

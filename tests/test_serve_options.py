@@ -137,7 +137,6 @@ def test_without_options_the_defaults_are_those_of_the_help(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--log-level", "loud"], "choose debug, info"),
         (["--certificate", str(PEM)], "both --certificate and --key"),
         (["--certificate", "none.pem", "--key", str(PEM)], "none.pem: No such file or directory; correct"),
     ],

@@ -201,6 +201,7 @@ def remove(
     """Remove a device for good."""
     with connected(url, token_file) as operator:
         operator.remove_device(id_, device)
+    print(f"{device}: removed from {id_}")
 
 
 @app.command()

@@ -94,6 +94,7 @@ def revoke(id_: Id, token: TokenId, url: Url = URL, token_file: TokenFile = TOKE
     """Revoke a join token; devices that have joined with it stay."""
     with connected(url, token_file) as operator:
         operator.revoke(id_, token)
+    print(f"{token}: revoked")
 
 
 @app.command()
@@ -125,6 +126,7 @@ def revoke_viewer(token: TokenId, url: Url = URL, token_file: TokenFile = TOKEN_
     """Revoke a viewer's token."""
     with connected(url, token_file) as operator:
         operator.revoke_viewer(token)
+    print(f"{token}: revoked")
 
 
 def list_bundles(url: Url = URL, token_file: TokenFile = TOKEN_FILE, as_json: AsJson = False) -> None:
