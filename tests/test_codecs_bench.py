@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+from edge_bench.timing import codecs as timing
 from edge_bench.timing.codecs import bench, entropy_bits, flips, measure
 from edge_kernels import codecs
 from typer import Typer
@@ -31,6 +33,18 @@ def test_bench_writes_a_row_for_every_codec_size_and_rate(tmp_path: Path) -> Non
         (name, d, rate) for name in chosen for d in (2000, 3000) for rate in (0.1, 0.01)
     }
     assert all(r.keys() == FIELDS for r in rows)
+
+
+def test_peers_that_are_not_installed_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "find_spec", lambda module: None if module == "constriction" else module)
+    monkeypatch.setattr(timing, "PEERS", {"zlib": "zlib", "constriction": "constriction"})
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    arguments = ["--params", "2000", "--flips", "0.1", "--repeats", "1"]
+    every = CliRunner().invoke(app, arguments)
+    assert every.exit_code == 0, every.output
+    assert "not installed: constriction;" in every.output
+    assert "zlib" in every.output
+    assert isinstance(CliRunner().invoke(app, [*arguments, "--codecs", "constriction"]).exception, ImportError)
 
 
 def test_rows_have_the_sizes_and_false_flips_of_the_codecs() -> None:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,8 @@ from edge_client.measure.latency import in_turns
 
 Mask = NDArray[np.bool_]
 SAMPLE = 20_000  # positions queried in pyfusefilter, which takes one key at a time
-PEERS = ("pyfusefilter", "zlib", "zstd", "constriction")
+PEERS = {"pyfusefilter": "pyfusefilter", "zlib": "zlib", "zstd": "zstandard", "constriction": "constriction"}
+"""Each peer's module."""
 BIG = 10_000_000  # from this size on, one timed run
 TABLE_WIDTH = 112
 CAPTION = "MB/s of the packed mask (d / 8 bytes); zlib 9, zstd 19 (9 for d > 1e6); pyfusefilter decodes a sample"
@@ -175,9 +177,10 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median is shown. One at d >= 1e7.")] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")] = None,
 ) -> None:
-    """Measure all codecs and peers at the given sizes and flip rates."""
+    """Measure all codecs, and the peers that are installed, at the given sizes and flip rates."""
     known = [*kernels.names(), *PEERS]
     chosen = known_names(codecs, "--codecs", known, "there is no codec")
+    absent = [name for name, module in PEERS.items() if find_spec(module) is None] if codecs is None else []
     chances = numbers_of(rates, "--flips", float)
     if not all(0 < rate < 1 for rate in chances):
         raise ConfigError(f"--flips {rates}: a flip rate lies between 0 and 1")
@@ -188,10 +191,12 @@ def bench(
     console = plain_console(TABLE_WIDTH)
     check_writable(json_file)
     origin = provenance.origin()
+    if absent:
+        console.print(f"left out, as not installed: {', '.join(absent)}; to compare: pip install 'maskfleet[peers]'")
     rows: list[Row] = []
     for d in sizes:
         for rate in chances:
-            found = measure(chosen, d, rate, repeats if d < BIG else 1)
+            found = measure([name for name in chosen if name not in absent], d, rate, repeats if d < BIG else 1)
             console.print(_table(found))
             rows += found
     if json_file is not None:
