@@ -311,7 +311,7 @@ def test_amounts_are_short(count: float, text: str) -> None:
 @pytest.mark.parametrize(("number", "due"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_every_process_and_removes_the_files(number: signal.Signals, due: int, tmp_path: Path) -> None:
     code = "from edge_client.cli import main; main()"
-    arguments = ["demo", "--data", "digits", "--devices", "2", "--rounds", "500", "--methods", "standalone"]
+    arguments = ["demo", "--data", "digits", "--devices", "2", "--rounds", "500", "--method", "standalone"]
     running = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,

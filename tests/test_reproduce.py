@@ -253,18 +253,18 @@ def test_a_cell_counts_while_its_method_s_settings_are_the_same_whatever_new_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    reproduce("tiny", out=out, seeds=1, only="fedavg")
+    reproduce("tiny", out=out, seeds=1, methods="fedavg")
     (file,) = (out / "cells").iterdir()
     old = json.loads(file.read_text())
     del old["settings"]["momentum"]  # as if it had run before there was such a setting
     file.write_text(json.dumps(old))
     monkeypatch.setattr(command, "run_cell", lambda *given: pytest.fail("ran a finished cell"))
-    reproduce("tiny", out=out, seeds=1, only="fedavg")
+    reproduce("tiny", out=out, seeds=1, methods="fedavg")
     old["settings"]["batch"] += 1  # as if the default had been another one
     file.write_text(json.dumps(old))
     ran = list[str]()
     monkeypatch.setattr(command, "run_cell", lambda cell, *given: ran.append(cell.name) or old)
-    reproduce("tiny", out=out, seeds=1, only="fedavg")
+    reproduce("tiny", out=out, seeds=1, methods="fedavg")
     assert ran == ["digits/fedavg/0"]
 
 
@@ -283,7 +283,7 @@ def test_cells_of_an_earlier_revision_run_again_and_until_then_are_marked_and_ne
         monkeypatch.setitem(REVISIONS, "digits", 2)
     real = command.run_cell
     monkeypatch.setattr(command, "run_cell", lambda cell, *given: ran.append(cell.name) or real(cell, *given))
-    reproduce("tiny", out=out, seeds=1, only="fast")
+    reproduce("tiny", out=out, seeds=1, methods="fast")
     assert ran == ["digits/fast/0"]
     rows = json.loads((out / "result.json").read_text())["summary"]
     assert {name: row["seeds"] for name, row in rows.items()} == {"digits/fedavg": [0, 1], "digits/fast": [0]}
@@ -296,7 +296,7 @@ def test_cells_of_an_earlier_revision_run_again_and_until_then_are_marked_and_ne
 
 
 def test_a_result_without_revisions_is_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reproduce("tiny", seeds=1, only="fast", out=tmp_path / "out")
+    reproduce("tiny", seeds=1, methods="fast", out=tmp_path / "out")
     (run,) = known(tmp_path / "out").values()
     method = reproduction.method_of(next(iter(cells(reproduction.read("tiny"), (0,), {"fast"}))))
     del run["revision"]
@@ -359,26 +359,26 @@ def test_a_damaged_cell_is_named_and_runs_again(
 def test_a_damaged_result_is_refused_with_what_to_do_before_anything_runs(
     damage: Callable[[str], str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reproduce("tiny", seeds=1, only="fast")
+    reproduce("tiny", seeds=1, methods="fast")
     file = command.RESULTS / "tiny" / "result.json"
     file.write_text(damage(file.read_text()))
     monkeypatch.setattr(command, "run_all", lambda *given: pytest.fail("ran a cell"))
     with pytest.raises(ConfigError, match=rf"result\.json is damaged: .*({why}).*restore it, or delete it: then only"):
-        reproduce("tiny", seeds=1, only="fast")
+        reproduce("tiny", seeds=1, methods="fast")
     with pytest.raises(ConfigError, match=r"result\.json is damaged"):
         results_page.page(command.RESULTS)
     capsys.readouterr()
     reproduce(show=True)
     assert "result.json is damaged" in capsys.readouterr().out
     file.unlink()
-    reproduce("tiny", seeds=1, only="fast")  # from its cell file
+    reproduce("tiny", seeds=1, methods="fast")  # from its cell file
 
 
 def test_a_damaged_result_of_another_reproduction_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     (reproduction.FOLDER / "other.toml").write_text(TINY)
     (command.RESULTS / "other").mkdir()
     (command.RESULTS / "other" / "result.json").write_text("{")
-    reproduce("tiny", seeds=1, only="fast")
+    reproduce("tiny", seeds=1, methods="fast")
     assert (command.RESULTS / "other" / "result.json").read_text() == "{"
 
 
@@ -391,7 +391,7 @@ def test_a_setting_of_the_command_stands_before_that_of_a_task() -> None:
 
 def test_a_setting_of_a_method_that_does_not_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--set 'fedavg\.lr=1': .*; the methods are \['fast'\]"):
-        reproduce("tiny", only="fast", validation=True, changes=["fedavg.lr=1"])
+        reproduce("tiny", methods="fast", validation=True, changes=["fedavg.lr=1"])
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(
@@ -401,27 +401,27 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match=rf"--out {out}: {tmp_path}/file is a file; name a folder"):
-            reproduce("tiny", out=out, seeds=1, only="fast")
+            reproduce("tiny", out=out, seeds=1, methods="fast")
 
 
 def test_the_result_of_another_reproduction_or_scale_is_not_overwritten(tmp_path: Path) -> None:
     (reproduction.FOLDER / "other.toml").write_text(TINY)
     out = tmp_path / "out"
-    reproduce("tiny", out=out, seeds=1, only="fast")
+    reproduce("tiny", out=out, seeds=1, methods="fast")
     before = (out / "result.json").read_bytes()
     for name, full in (("other", False), ("tiny", True)):
         with pytest.raises(ConfigError, match="holds the reduced result of 'tiny'; choose another --out"):
-            reproduce(name, out=out, seeds=1, only="fast", full=full)
+            reproduce(name, out=out, seeds=1, methods="fast", full=full)
     assert (out / "result.json").read_bytes() == before
 
 
 def test_only_some_methods_leave_the_others_results(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    reproduce("tiny", out=out, seeds=1, only="fedavg")
-    reproduce("tiny", out=out, seeds=1, only="fast")
+    reproduce("tiny", out=out, seeds=1, methods="fedavg")
+    reproduce("tiny", out=out, seeds=1, methods="fast")
     assert set(json.loads((out / "result.json").read_text())["summary"]) == {"digits/fedavg", "digits/fast"}
     with pytest.raises(ConfigError, match="slow"):
-        reproduce("tiny", out=out, only="slow")
+        reproduce("tiny", out=out, methods="slow")
 
 
 def test_a_cell_that_fails_leaves_the_others_and_is_named_at_the_end(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_what_was_tried_on_the_validation_part_is_kept_beside_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    reproduce("tiny", out=out, seeds=1, only="fast", validation=True, changes=["fast.lr=0.02"])
+    reproduce("tiny", out=out, seeds=1, methods="fast", validation=True, changes=["fast.lr=0.02"])
     assert "on the validation part" in capsys.readouterr().out
     result = json.loads((out / "result.json").read_text())
     assert result["runs"] == {}
@@ -454,17 +454,17 @@ def test_the_list_names_every_reproduction_and_whether_it_has_results(
 ) -> None:
     reproduce(show=True)
     assert "none yet" in capsys.readouterr().out
-    reproduce("tiny", seeds=1, only="fast", validation=True)
+    reproduce("tiny", seeds=1, methods="fast", validation=True)
     capsys.readouterr()
     reproduce(show=True)
     assert "none yet" in capsys.readouterr().out
-    reproduce("tiny", seeds=1, only="fedavg")
+    reproduce("tiny", seeds=1, methods="fedavg")
     capsys.readouterr()
     reproduce(show=True)
     said = capsys.readouterr().out
     assert "tiny" in said
     assert "1 seed" in said
-    reproduce("tiny", seeds=2, only="fedavg")
+    reproduce("tiny", seeds=2, methods="fedavg")
     capsys.readouterr()
     reproduce(show=True)
     assert "2 seeds" in capsys.readouterr().out
@@ -504,7 +504,7 @@ def test_a_method_that_ends_below_the_bundle_s_own_score_is_named(
 ) -> None:
     real = command.run_cell
     monkeypatch.setattr(command, "run_cell", lambda *given: {**real(*given), "score_start": 0.99})
-    reproduce("tiny", seeds=1, only="fast", out=tmp_path / "out")
+    reproduce("tiny", seeds=1, methods="fast", out=tmp_path / "out")
     said = " ".join(capsys.readouterr().out.split())
     assert "fast ends at" in said
     assert "below the bundle's own start (0.990)" in said
@@ -532,9 +532,9 @@ def test_the_page_has_each_result_and_names_what_was_not_run(tmp_path: Path) -> 
 
 
 def test_a_table_says_which_methods_were_not_run_and_which_have_other_seeds(tmp_path: Path) -> None:
-    reproduce("tiny", seeds=2, only="fedavg")
+    reproduce("tiny", seeds=2, methods="fedavg")
     assert "| fast | 12.5 ± 0.5; 3 bits | not run |" in (tmp_path / "results" / "tiny" / "table.md").read_text()
-    reproduce("tiny", seeds=1, only="fast")
+    reproduce("tiny", seeds=1, methods="fast")
     table = (tmp_path / "results" / "tiny" / "table.md").read_text()
     assert "| fast (seed 0) |" in table
     assert "| fedavg |" in table
@@ -544,7 +544,7 @@ def test_the_page_says_which_methods_settings_were_compared_and_how_many(tmp_pat
     plain = TINY.replace(next(line for line in TINY.splitlines() if line.startswith("tried")), "")
     (tmp_path / "reproductions" / "tiny.toml").write_text(plain)
     for lr, compared in ((0.02, False), (0.03, True)):
-        reproduce("tiny", seeds=1, only="fast", validation=True, changes=[f"fast.lr={lr}"])
+        reproduce("tiny", seeds=1, methods="fast", validation=True, changes=[f"fast.lr={lr}"])
         page = results_page.page(tmp_path / "results")
         assert ("Settings compared on the validation part, listed in the file: `fast` 2." in page) == compared
         assert "compared on the validation part" not in page or compared

@@ -89,8 +89,8 @@ def choose(
         raise MeterError(f"meter {name}: {faults[name]}")
     family = found.get(name)
     if family is None:
-        near, known = suggestion(name, found), ", ".join(sorted(found))
-        raise ConfigError(f"there is no meter {name!r}; choose {AUTO}, {NONE} or one of {known}{near}")
+        near, names = suggestion(name, found), ", ".join(sorted(found))
+        raise ConfigError(f"there is no meter {name!r}; choose {AUTO}, {NONE} or one of {names}{near}")
     if family.where not in (where, "apart"):
         raise ConfigError(f"meter {name} measures {OF[family.where]}, and the model runs on {OF[where]}")
     if family.exported and not exported:

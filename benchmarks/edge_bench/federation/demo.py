@@ -129,7 +129,7 @@ def demo(
     rounds: Annotated[int, typer.Option(min=2, max=1000, help="Rounds of each method.")] = 15,
     seed: Annotated[int, typer.Option(min=0, help="Of cohorts, batches and the data's division.")] = 0,
     methods: Annotated[
-        str, typer.Option(help="Methods to run, comma-separated; the first one's models are compacted.")
+        str, typer.Option("--method", help="Methods to run, comma-separated; the first one's models are compacted.")
     ] = "lattice,fedavg,standalone",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write score against bytes here, as a PNG.")] = None,
@@ -138,7 +138,7 @@ def demo(
     ] = None,
 ) -> None:
     """Run real federations on this machine, a coordinator and ten devices, and compare methods in one table."""
-    names = names_of(methods, "--methods")
+    names = names_of(methods, "--method")
     if keep_files is not None:
         check_new_folder(keep_files)
     check_writable(json_file)

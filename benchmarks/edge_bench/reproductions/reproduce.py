@@ -138,8 +138,10 @@ def _state(folder: Path) -> str:
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="Which one; see --list.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List all reproductions.")] = False,
-    full: Annotated[bool, typer.Option(help="At the paper's scale, for a bigger machine.")] = False,
-    only: Annotated[str | None, typer.Option(help="Only these methods, by label, comma-separated.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="At the paper's scale, for a bigger machine.")] = False,
+    methods: Annotated[
+        str | None, typer.Option("--method", help="Only these methods, by label, comma-separated.")
+    ] = None,
     tasks: Annotated[str | None, typer.Option("--task", help="Only these tasks, comma-separated.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, from 0. [default: the file's]")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write. [default: benchmarks/results/NAME]")] = None,
@@ -159,7 +161,7 @@ def reproduce(
     r = reproduction.read(name, full)
     if changes and not validation:
         raise ConfigError("--set changes what a reproduction is; use it with --validation, then write the file")
-    labels = known_names(only, "--only", r.methods, f"{name} has no method")
+    labels = known_names(methods, "--method", r.methods, f"{name} has no method")
     there = known_names(tasks, "--task", r.tasks, f"{name} has no task")
     folder = out or (RESULTS if RESULTS.is_dir() else Path("results")) / (f"{name}-full" if full else name)
     chosen = tuple(range(seeds)) if seeds else r.seeds
