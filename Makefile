@@ -50,7 +50,7 @@ test-lowest:
 	$(LOWEST)/python -m pip install --quiet uv torch==2.13.0
 	$(LOWEST)/uv pip compile --quiet --resolution lowest-direct --python $(LOWEST)/python --extra server --extra bench \
 		--extra meters --extra fast pyproject.toml --output-file build/lowest/versions.txt
-	$(LOWEST)/python -m pip install --quiet -r build/lowest/versions.txt 'pytest>=8' 'hypothesis>=6.100'
+	$(LOWEST)/python -m pip install --quiet -r build/lowest/versions.txt 'pytest>=8.2' 'hypothesis>=6.100'
 	$(LOWEST)/python -m pip install --quiet --no-deps -e .
 	$(LOWEST)/python -m pytest $(LOWEST_TESTS:%=tests/test_%.py) $(ARGS)
 
