@@ -17,7 +17,7 @@ from edge_client.commands.exit_codes import RESTARTED, ExitCode, exit_code
 from edge_client.errors import BundleError, ConfigError, ServerError, StateError, UnreachableError
 from edge_client.events import Event
 from edge_client.link.remote_bundle import open_remote
-from edge_client.link.retry import BUSY_MOST
+from edge_client.link.retry import BUSY_MOST, longest
 from edge_client.link.transport import Transport, redirected
 from edge_client.protocol.messages import Receipt, Wait
 
@@ -55,6 +55,17 @@ def test_devices_that_failed_together_do_not_return_together(busy: bool) -> None
         waits += time.slept
     assert len(set(waits)) == 40
     assert max(waits) - min(waits) > 0.25  # all of them within half a second
+
+
+def test_a_coordinator_that_is_away_for_a_day_is_asked_until_it_is_back() -> None:
+    """After 1024 failures in a row the doubled wait would be no float."""
+    time, away, wait = Time(), [503] * 1100, Wait(reason="r", poll_after=1.0)
+
+    def handler(_: httpx.Request) -> httpx.Response:
+        return problem(away.pop(), "busy", "busy") if away else httpx.Response(200, content=wait.model_dump_json())
+
+    assert remote(handler, time, patience=1e6).ask("GET", "/x", Wait, "asking") == wait
+    assert max(time.slept) <= longest(10**9) == 60
 
 
 def test_retry_after_is_honoured_and_does_not_use_up_patience() -> None:

@@ -42,7 +42,7 @@ from edge_client.errors import (
 from edge_client.events import Event, OnEvent, Watch
 from edge_client.link.remote import Remote
 from edge_client.link.remote_bundle import MAX_PARAMETERS, check_downlink
-from edge_client.link.retry import Retry
+from edge_client.link.retry import Retry, longest
 from edge_client.link.transport import Transport
 from edge_client.measure.energy import Meter
 from edge_client.measure.meters import AUTO, choose
@@ -57,7 +57,6 @@ LINGER = 1.0  # seconds it may hold a receipt for the next round: short, a link 
 LEAST_PAUSE = 0.5  # seconds between two requests for work that brought none, whatever the coordinator asks for
 UNREADABLE_MOST = 3  # downlinks in a row that cannot be read; then this version and the coordinator's do not match
 REFUSED_MOST = 5  # updates in a row that the coordinator never takes; then versions or settings do not match
-FAILED_PAUSE = 60.0  # seconds: the longest pause after rounds that failed in a row
 NO_LEASE = "none"  # after the last round there is none, but the header is due
 
 log = logging.getLogger("maskfleet")
@@ -323,7 +322,7 @@ class _Run:
     def _pause(self, round_: int) -> None:
         """Wait after a failed round: longer, the more of them failed in a row."""
         self.failures += 1
-        delay = min(LEAST_PAUSE * 2.0**self.failures, FAILED_PAUSE)
+        delay = longest(self.failures)
         self.remote.retry.pause(delay, f"round {round_} failed; asking for work again in {delay:.0f} s")
 
     def _send(self, exchange: Exchange, pending: Pending, linger: float | None = None) -> Receipt | None:

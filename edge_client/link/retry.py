@@ -26,9 +26,14 @@ BUSY_MOST = RETRY_AFTER_MOST  # seconds in all that Retry-After of one request c
 T = TypeVar("T")
 
 
+def longest(failures: int) -> float:
+    """The bound of the wait after so many failures in a row (from 0), in seconds."""
+    return min(MOST, FIRST * 2.0 ** min(failures, 64))  # 2.0**1024 is an error
+
+
 def backoff(failures: int) -> float:
     """The random wait after so many failures in a row (from 0), in seconds."""
-    return random.uniform(0.0, min(MOST, FIRST * 2.0**failures))
+    return random.uniform(0.0, longest(failures))
 
 
 class Retry:
