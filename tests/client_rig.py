@@ -17,9 +17,9 @@ import httpx
 import numpy as np
 import pytest
 from edge_kernels import counter
-from numpy.typing import NDArray
+from numpy_mlp import NumpyMlp, mlp
 
-from edge_client.bundle import F32, Bundle, Init, Input, Layer, Manifest, Part, Tensor, digest
+from edge_client.bundle import Bundle, Manifest, Part, digest
 from edge_client.data import DeviceData
 from edge_client.device.client import Client
 from edge_client.events import Event
@@ -31,9 +31,7 @@ from edge_client.methods import make_method
 from edge_client.protocol.messages import Failure, Receipt, Report
 from edge_client.protocol.metrics import split_metrics
 from edge_client.protocol.payload import decode, encode
-from edge_client.targets import Classification
 from edge_client.task import Assignment, Course, Personal, Task
-from edge_client.training import Gradient
 
 URL = "http://127.0.0.1:1"
 PART = bytes(range(256)) * 40
@@ -45,40 +43,14 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def manifest() -> Manifest:
     """Softmax regression, 3 inputs, 2 classes."""
-    uniform, zero = Init(kind="uniform", scale=0.5), Init(kind="constant", scale=0.0)
-    return Manifest(
-        name="tiny",
-        input=Input(shape=(3,)),
-        target=Classification(classes=2),
-        parameters=(
-            Tensor(name="w", shape=(2, 3), offset=0, init=uniform),
-            Tensor(name="b", shape=(2,), offset=6, init=zero),
-        ),
-        layers=(Layer(name="out", kind="linear", weights=("w",), biases=("b",)),),
-        seed=1,
-        parts={name: Part(sha256=digest(PART), size=len(PART)) for name in ("train.onnx", "eval.onnx")},
-    )
+    parts = {name: Part(sha256=digest(PART), size=len(PART)) for name in ("train.onnx", "eval.onnx")}
+    return mlp(3, 2).model_copy(update={"name": "tiny", "parts": parts})
 
 
-class Softmax:
-    """The gradient of softmax regression in numpy: a trainer that needs no graph."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        self.manifest = bundle.manifest
-        bundle.part("train.onnx")
-
-    def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
-        out: F32 = (x @ parameters[:6].reshape(2, 3).T + parameters[6:]).astype(np.float32)
-        return out
-
-    def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
-        z = self.logits(parameters, buffers, x).astype(np.float64)
-        p = np.exp(z - z.max(axis=1, keepdims=True))
-        p /= p.sum(axis=1, keepdims=True)
-        loss = float(-np.log(p[np.arange(len(y)), y]).mean())
-        p[np.arange(len(y)), y] -= 1.0
-        flat = np.concatenate([(p.T @ x).ravel(), p.sum(axis=0)]) / len(y)
-        return Gradient(loss, flat.astype(np.float32), buffers)
+def trainer(bundle: Bundle) -> NumpyMlp:
+    """One that needs the training graph to be there, not to run."""
+    bundle.part("train.onnx")
+    return NumpyMlp(bundle.manifest)
 
 
 def samples() -> DeviceData:
@@ -214,7 +186,7 @@ def conclude(
 @pytest.fixture(autouse=True)
 def numpy_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """See the module."""
-    monkeypatch.setattr("edge_client.device.session.open_trainer", lambda backend, bundle, threads: Softmax(bundle))
+    monkeypatch.setattr("edge_client.device.session.open_trainer", lambda backend, bundle, threads: trainer(bundle))
     monkeypatch.setattr("edge_client.link.retry.time.sleep", lambda _: None)
     monkeypatch.setattr("edge_client.link.remote_bundle.check_graph", lambda path, name, sample: None)
     monkeypatch.setattr("edge_client.device.conclude.conclude", conclude)

@@ -80,9 +80,10 @@ class NumpyMlp:
         v, acts = self._forward(parameters, x)
         flat = np.zeros(self.manifest.d, np.float32)
         g, rows = views(self.manifest.parameters, flat), np.arange(len(y))
-        e = np.exp(acts[-1] - acts[-1].max(axis=1, keepdims=True))
+        z = acts[-1] - acts[-1].max(axis=1, keepdims=True)
+        e = np.exp(z)
         p = e / e.sum(axis=1, keepdims=True)
-        loss = -float(np.log(p[rows, y]).mean())
+        loss = float((np.log(e.sum(axis=1)) - z[rows, y]).mean())
         p[rows, y] -= 1
         p /= len(y)
         for i in reversed(range(len(self.manifest.layers))):

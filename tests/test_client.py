@@ -14,8 +14,9 @@ import httpx
 import numpy as np
 import pytest
 import typer
-from client_rig import METHODS, URL, Coordinator, Softmax, conclude, device, numpy_trainer, problem, samples  # noqa: F401
+from client_rig import METHODS, URL, Coordinator, conclude, device, numpy_trainer, problem, samples  # noqa: F401
 from numpy.typing import NDArray
+from numpy_mlp import NumpyMlp
 
 from edge_client.bundle import F32, digest
 from edge_client.cli import join
@@ -325,7 +326,7 @@ def test_a_device_whose_backend_cannot_run_the_model_never_asks_for_work(
     asked += first.requests
     for half in ("gradient", "logits"):
         with monkeypatch.context() as m:
-            m.setattr(Softmax, half, broken)
+            m.setattr(NumpyMlp, half, broken)
             with pytest.raises(BundleError, match=r"cannot run model 'tiny' \(RuntimeError: Fail: no node\)"):
                 device(tmp_path / half, second := Coordinator()).run()
             asked += second.requests

@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from client_rig import PART, Coordinator, Softmax, device, numpy_trainer, problem, samples  # noqa: F401
+from client_rig import PART, Coordinator, device, numpy_trainer, problem, samples, trainer  # noqa: F401
 from numpy.typing import NDArray
+from numpy_mlp import NumpyMlp
 
 from edge_client.bundle import F32, Bundle
 from edge_client.commands.exit_codes import RESTARTED, ExitCode, exit_code
@@ -75,17 +76,17 @@ def test_a_model_without_a_finite_loss_is_not_blamed_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step of a round that starts from a broken model, and a later step of one that does not."""
-    real, broken = Softmax.gradient, {1: [0], 2: [3]}  # steps without a finite loss, by round
+    real, broken = NumpyMlp.gradient, {1: [0], 2: [3]}  # steps without a finite loss, by round
     coordinator, steps = Coordinator(), dict[int, int]()
 
-    def gradient(self: Softmax, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
+    def gradient(self: NumpyMlp, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
         g = real(self, parameters, buffers, x, y)
         if ("GET", "/v1/federations/f1/work") not in coordinator.requests:
             return g  # the step that tries the model out
         step = steps[coordinator.round] = steps.get(coordinator.round, -1) + 1
         return g if step not in broken.get(coordinator.round, ()) else Gradient(float("nan"), g.parameters, g.buffers)
 
-    monkeypatch.setattr(Softmax, "gradient", gradient)
+    monkeypatch.setattr(NumpyMlp, "gradient", gradient)
     assert device(tmp_path, coordinator).run().ended == "finished"
     assert [(r, f.kind) for r, _, f in coordinator.failures] == [(1, "downlink"), (2, "diverged")]
 
@@ -250,7 +251,7 @@ def unfit(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def without_backend(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(Softmax, "logits", lambda *_: 1 / 0)
+    monkeypatch.setattr(NumpyMlp, "logits", lambda *_: 1 / 0)
     return {}
 
 
@@ -327,7 +328,7 @@ def test_an_overflow_in_a_second_phase_is_the_device_s_own(tmp_path: Path, monke
     coordinator = Coordinator()
     bundle = Bundle(coordinator.manifest, tmp_path)
     (tmp_path / "train.onnx").write_bytes(PART)
-    task = Task(Assignment(coordinator.course, 1, "dev"), Softmax(bundle), samples(), 0)
+    task = Task(Assignment(coordinator.course, 1, "dev"), trainer(bundle), samples(), 0)
     model = coordinator.course.model
     first, second = (next(task.batches(1, 8, phase)) for phase in ("prune", "train"))
     task.gradient(model.parameters, model.buffers, first)
@@ -406,7 +407,7 @@ def test_loss_and_scores_that_cannot_be_reported_are_a_diverged_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     huge = Gradient(1e9, np.zeros(8, np.float32), np.zeros(0, np.float32))
-    monkeypatch.setattr(Softmax, "gradient", lambda *_: huge)
+    monkeypatch.setattr(NumpyMlp, "gradient", lambda *_: huge)
     coordinator = Coordinator()
     coordinator.fault = lambda r: httpx.Response(200, json={"status": "stopped", "reason": "enough"}) if (
         coordinator.failures and r.url.path.endswith("/work")

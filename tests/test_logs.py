@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from client_rig import Softmax, manifest, samples
+from client_rig import manifest, samples
+from numpy_mlp import NumpyMlp
 
 from edge_client import events, logs
 from edge_client.bundle import Bundle
@@ -152,7 +153,7 @@ def test_a_terminal_shows_the_training_in_its_live_line(monkeypatch: pytest.Monk
 
 
 def test_a_task_tells_its_steps() -> None:
-    trainer = object.__new__(Softmax)
+    trainer = object.__new__(NumpyMlp)
     trainer.manifest = manifest()
     model = Bundle(trainer.manifest, Path("/nowhere")).model()
     said = list[Progress]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,23 +46,6 @@ def _avg_pool_cnn(a: int, b: int) -> nn.Sequential:
         nn.Sigmoid(),
         nn.Linear(4, 5),
     )
-
-
-class _Block(nn.Module):
-    """A residual block; `stem` and `back` write the same channels."""
-
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(2, a, 3, stride=2), nn.BatchNorm2d(a)
-        self.inner, self.back = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, a, 1)
-
-    def forward(self, x: T) -> T:
-        x = torch.relu(self.norm(self.stem(x)))
-        return torch.relu(x + self.back(torch.relu(self.inner(x))))
-
-
-def _residual_cnn(a: int, b: int) -> nn.Sequential:
-    return nn.Sequential(_Block(a, b), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(a, 5))
 
 
 def _depthwise_cnn(a: int, b: int) -> nn.Sequential:
@@ -121,11 +103,6 @@ class _Last(nn.Module):
         return self.layer(x)[0][:, -1]
 
 
-def _transformer() -> nn.Module:
-    block = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Linear(3, 12), block, nn.Flatten(), nn.Linear(72, 5))
-
-
 class _GroupNorms(nn.Module):
     """A residual block whose layers have group norms of different parts."""
 
@@ -173,34 +150,18 @@ class _Joints(nn.Module):
         return self.head(self.second(torch.einsum("nkcv,kvw->ncw", parts, self.joints).relu()).relu().mean(2))
 
 
-class _Experts(nn.Module):
-    """Layers side by side of which a softmax weighs the results."""
+class _Cosine(nn.Module):
+    """Logits are cosines of the samples' features and learned prototypes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.head = nn.Linear(3, 2), nn.Linear(8, 5)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 8)) for _ in range(2))
-
-    def forward(self, x: T) -> T:
-        """Logits."""
-        every = torch.stack([expert(x) for expert in self.experts], 1)
-        return self.head((self.gate(x).softmax(-1).unsqueeze(-1) * every).sum(1))
-
-
-class _Cosine(nn.Module):
-    """Logits are cosines of the samples' features and learned prototypes, by a layer or by `cosine_similarity`."""
-
-    def __init__(self, layer: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.layer = nn.Linear(3, 8), nn.Linear(8, 6), layer
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 6)
         self.prototypes = nn.Parameter(torch.randn(5, 6))
 
     def forward(self, x: T) -> T:
         """Logits."""
-        z, p = self.second(self.first(x).relu()), self.prototypes
-        if self.layer:
-            return 5 * nn.functional.linear(nn.functional.normalize(z), nn.functional.normalize(p))
-        return 5 * nn.functional.cosine_similarity(z[:, None], p[None], dim=-1)
+        z = self.second(self.first(x).relu())
+        return 5 * nn.functional.cosine_similarity(z[:, None], self.prototypes[None], dim=-1)
 
 
 class _Standardised(nn.Module):
@@ -273,23 +234,6 @@ class _Rotary(nn.Module):
         q, k, v = (m(x).view(-1, 6, 3, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
         y = nn.functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
         return self.head((x + self.out(y.transpose(1, 2).reshape(-1, 6, 12))).flatten(1))
-
-
-class _Latents(nn.Module):
-    """Attention of learned queries over the steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents = nn.Parameter(torch.rand(4, 12, generator=torch.Generator().manual_seed(0)))
-        self.q, self.k, self.v = nn.Linear(12, 12), nn.Linear(3, 12), nn.Linear(3, 12)
-        self.out, self.head = nn.Linear(12, 8), nn.Linear(8, 5)
-
-    def forward(self, x: T) -> T:
-        """Logits."""
-        q = self.q(self.latents.expand(x.shape[0], -1, -1))
-        q, k, v = (s.unflatten(2, (3, 4)).transpose(1, 2) for s in (q, self.k(x), self.v(x)))
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.head(self.out(y.transpose(1, 2).flatten(2)).relu().mean(1))
 
 
 class _Placed(nn.Module):
@@ -383,19 +327,6 @@ class _Mirrored(nn.Module):
         return self.head(self.second(self.first(x).relu()).relu().mean((2, 3)))
 
 
-class _Upsampled(nn.Module):
-    """Images of half the size, resized by a linear map of each axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Conv2d(2, 8, 3), nn.Conv2d(8, 6, 1), nn.Linear(6, 5)
-
-    def forward(self, x: T) -> T:
-        """Logits."""
-        x = nn.functional.interpolate(self.first(x).relu(), scale_factor=2, mode="bilinear")
-        return self.head(self.second(x).relu().mean((2, 3)))
-
-
 class _Enlarged(nn.Module):
     """Channels that become pixels, four of each channel that is read."""
 
@@ -437,13 +368,18 @@ class _Sums(nn.Module):
         return self.head((q @ k.transpose(1, 2)).flatten(1))
 
 
+def bundle_of(module: nn.Module, sample: tuple[int, ...], folder: Path, torch_part: bool = False) -> Bundle:
+    """Of five classes; without PyTorch's programs, which take as long to make as all the rest."""
+    target = Classification(classes=5)
+    return export_bundle(module, torch.zeros(2, *sample), folder / "b", name="b", target=target, torch_part=torch_part)
+
+
 Make = Callable[[int, int], nn.Module]
 CHOICES = {"half": (2, 1), "one channel": (99, 0), "only the second layer": (1, 3)}  # every n-th channel from
 
 
 OWN: dict[str, tuple[Make, tuple[int, ...]]] = {
     "average pool cnn": (_avg_pool_cnn, (2, 14, 14)),
-    "residual cnn": (_residual_cnn, (2, 14, 14)),
     "depthwise cnn": (_depthwise_cnn, (2, 9, 9)),
     "recurrent": (_Recurrent, (6, 3)),
 }
@@ -457,9 +393,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     module = make(10, 8)
     if isinstance(module, nn.Sequential) and make is _avg_pool_cnn:
         module[0].requires_grad_(False)  # a frozen layer is cut as any other
-    x, target = torch.zeros(2, *sample), Classification(classes=5)
-    folder = tmp_path_factory.mktemp("bundle") / "b"
-    bundle = export_bundle(module, x, folder, name="b", target=target)
+    bundle = bundle_of(module, sample, tmp_path_factory.mktemp("bundle"), torch_part=True)
     assert [g.size for g in bundle.manifest.groups][:2] == [10, 8]
     return make, bundle
 
@@ -513,9 +447,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
     [
         (_Padded, (2, 6, 6), {"first": 4, "stem": 6, "wide": 4}),
         (_both_ways, (6, 3), {"0.layer": 6}),
-        (_transformer, (6, 3), {"1.self_attn": 4, "1.linear1": 16}),
         (_GroupNorms, (2, 6, 6), {"stem.0": 2, "deep.0": 2}),
-        (_Upsampled, (2, 6, 6), {"first": 8, "second": 6}),
         (_Enlarged, (2, 6, 6), {"first": 6, "second": 8}),
         (_Shuffled, (2, 6, 6), {"first.weight:0": 6, "first.weight:6": 6, "layer": 6}),
         (_Embedded, (6, 2), {"words": 6, "units": 5, "letters": 8, "wide": 4}),
@@ -524,14 +456,11 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_Mirrored, (2, 6, 6), {"first": 8, "second": 6}),
         (_Pools, (6, 3), {"first": 10, "second": 8}),
         (_Joints, (2, 6), {"first": 8, "second": 6}),
-        (_Experts, (3,), {"experts.0.0": 6, "experts.0.2": 8, "experts.1.0": 6}),
-        (partial(_Cosine, True), (3,), {"first": 8, "second": 6}),
-        (partial(_Cosine, False), (3,), {"first": 8, "second": 6}),
+        (_Cosine, (3,), {"first": 8, "second": 6}),
         (_Standardised, (2, 6, 6), {"first": 8, "kernels": 6}),
         (_GraphAttention, (6, 3), {"layer": 4}),
         (_Involution, (2, 6, 6), {"reduced": 6}),
         (_Rotary, (6, 3), {"q": 3}),
-        (_Latents, (6, 3), {"q": 3, "out": 8}),
         (_Placed, (6, 3), {"q": 4}),
         (_PaddedSteps, (6, 3), {"encoder.layers.0.self_attn": 4, "encoder.layers.0.linear1": 16}),
     ],
@@ -539,8 +468,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
 def test_every_group_of_these_networks_can_be_cut(
     make: Callable[[], nn.Module], sample: tuple[int, ...], groups: dict[str, int], tmp_path: Path
 ) -> None:
-    target = Classification(classes=5)
-    bundle = export_bundle(make(), torch.zeros(2, *sample), tmp_path / "b", name="b", target=target)
+    bundle = bundle_of(make(), sample, tmp_path)
     m, rng = bundle.manifest, np.random.default_rng(0)
     assert {g.name: g.size for g in m.groups} == groups
     whole = open_trainer("onnxruntime", bundle)
@@ -565,8 +493,7 @@ def test_every_group_of_these_networks_can_be_cut(
 def test_channels_whose_sum_counts_what_they_emit_at_zero_form_no_group(
     activation: Callable[[T], T], groups: dict[str, int], tmp_path: Path
 ) -> None:
-    example, target = torch.zeros(2, 6, 3), Classification(classes=5)
-    m = export_bundle(_Sums(activation), example, tmp_path / "b", name="b", target=target).manifest
+    m = bundle_of(_Sums(activation), (6, 3), tmp_path).manifest
     assert {g.name: g.size for g in m.groups} == groups
     assert groups or m.stopped == ("q: a sum over its channels counts what they emit at zero",)
 
@@ -652,8 +579,7 @@ class _Crowded(nn.Module):
 def test_an_error_that_is_small_or_needs_training_or_large_samples_or_stands_beside_no_number_is_found(
     make: Callable[[], nn.Module], sample: tuple[int, ...], gone: str, tmp_path: Path
 ) -> None:
-    target = Classification(classes=5)
-    m = export_bundle(make(), torch.zeros(2, *sample), tmp_path / "b", name="b", target=target).manifest
+    m = bundle_of(make(), sample, tmp_path).manifest
     assert gone not in {g.name for g in m.groups}
     assert f"{gone}: a sum over its channels counts what they emit at zero" in m.stopped
 
@@ -672,8 +598,7 @@ class _Scaled(nn.Module):
 
 
 def test_a_parameter_without_axes_takes_no_group_away(tmp_path: Path) -> None:
-    example, target = torch.zeros(2, 3), Classification(classes=5)
-    m = export_bundle(_Scaled(), example, tmp_path / "b", name="b", target=target).manifest
+    m = bundle_of(_Scaled(), (3,), tmp_path).manifest
     assert ({g.name: g.size for g in m.groups}, m.stopped) == ({"a": 8}, ())
 
 
@@ -687,8 +612,7 @@ def test_a_group_whose_cut_graph_would_run_batches_of_one_size_alone_is_named_in
         def forward(self, x: T) -> T:
             return self.head((self.a(x).transpose(2, 3) @ self.bank).relu().mean((2, 3)))
 
-    example, target = torch.zeros(2, 1, 6, 7), Classification(classes=5)
-    m = export_bundle(Filters(), example, tmp_path / "b", name="b", target=target).manifest
+    m = bundle_of(Filters(), (1, 6, 7), tmp_path).manifest
     assert (m.groups, m.stopped) == ((), ("a: an operator merges them with the samples of a batch",))
 
 
@@ -709,7 +633,7 @@ def test_a_group_of_which_a_graph_cannot_lose_all_but_one_channel_is_named_inste
             p, q = self.a(x).chunk(2, 1)
             return self.head(torch.cat([p.relu(), q.tanh()], 1))
 
-    m = export_bundle(Halves(), torch.zeros(2, 3), tmp_path / "b", name="b", target=Classification(classes=5)).manifest
+    m = bundle_of(Halves(), (3,), tmp_path).manifest
     assert (m.groups, len(m.stopped)) == ((), 1)
     assert "loses all its channels" in m.stopped[0]
 
