@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from threading import Event
 
 import numpy as np
 import pytest
@@ -197,17 +198,19 @@ def test_a_load_that_repeats_in_step_with_the_readings_does_not_deceive_them() -
 
 
 def test_readings_that_fail_are_lost_and_a_meter_without_any_is_an_error() -> None:
-    calls = iter([1.0, OSError(5, "Input/output error"), 1.0])
+    calls, third = iter([1.0, OSError(5, "Input/output error")]), Event()
 
     def read() -> float:
-        value = next(calls, 1.0)
+        value = next(calls, None)
         if isinstance(value, OSError):
             raise value
-        return value
+        if value is None:
+            third.set()
+        return 1.0
 
     meter = Polled("test", "nothing", read, "W", 0.01)
     meter.start()
-    time.sleep(0.06)
+    assert third.wait(600)
     assert meter.stop().lost >= 1
 
     def broken() -> float:
