@@ -36,9 +36,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST = (
     "test_faults.py",
     "test_simulate.py",
+    "test_export_operators.py",
     "test_overhead.py",
     "test_fuzz.py",
     "test_demo.py",
+    "test_narrow.py",
     "test_coordinator_process.py",
     "test_two_coordinators.py",
     "test_client_killed.py",
