@@ -97,7 +97,7 @@ class NumpyMlp:
         return type(self)(narrow(self.manifest, kept).manifest)
 
 
-class Counting(NumpyMlp):
+class CountingSteps(NumpyMlp):
     """Each step adds 1 to the statistics."""
 
     def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:
@@ -132,8 +132,7 @@ def counted(m: Manifest) -> Manifest:
     return m.model_copy(update={"buffers": (Tensor(name="n", shape=(2,), offset=0, init=zero),)})
 
 
-@dataclass
-class Counting(NumpyMlp):
+class CountingSamples(NumpyMlp):
     """Each batch adds its samples to every statistic."""
 
     def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[np.int64]) -> Gradient:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy_mlp import Counting, clusters, counted, mlp
+from numpy_mlp import CountingSamples, clusters, counted, mlp
 from rounds import M, Rounds, size
 
 from edge_client.errors import LostError, PayloadError
@@ -148,7 +148,7 @@ def test_a_codebook_alone_moves_the_devices_own_weights() -> None:
 def test_statistics_travel_with_clusters_and_stay_where_they_are_with_a_codebook_alone() -> None:
     m = counted(M)
     data = {d: clusters(m, ord(d), n) for d, n in (("a", 30), ("b", 60))}
-    fleet = Rounds(FedCode(clusters=8, epochs=1), m, data=data, trainer=Counting(m))
+    fleet = Rounds(FedCode(clusters=8, epochs=1), m, data=data, trainer=CountingSamples(m))
     seen = []
     for _ in range(3):
         fleet.play("a", "b")

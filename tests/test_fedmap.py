@@ -14,7 +14,7 @@ from edge_kernels import bits as bitset
 from edge_kernels import codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import Counting, NumpyMlp, clusters, counted, course, mlp
+from numpy_mlp import CountingSamples, NumpyMlp, clusters, counted, course, mlp
 from rounds import Rounds
 
 from edge_client.bundle import F32, Init, Manifest, Tensor
@@ -311,7 +311,7 @@ def test_statistics_are_averaged_or_stay_on_the_device(kind: type[FedMap]) -> No
     m = counted(M)
     for how, due in (("mean", 60.0), ("local", 0.0)):
         data = {d: clusters(m, i, count=n) for i, (d, n) in enumerate(zip(DEVICES, (30, 60, 90), strict=True))}
-        p = play(kind(epochs=1, batch=20, statistics=how), m=m, data=data, trainer=Counting(m)).run(1)
+        p = play(kind(epochs=1, batch=20, statistics=how), m=m, data=data, trainer=CountingSamples(m)).run(1)
         assert p.state.buffers.tolist() == [due, due]
         p.run(2, lambda round_, device: device != "c")
         assert ("buffers" in p.local["a"].update.arrays) == ("buffers" in p.ask("c").arrays) == (how == "mean")

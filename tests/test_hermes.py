@@ -13,7 +13,7 @@ from edge_kernels import bits
 from edge_kernels.pruning import add_lasso_slope, group_norms, keep_largest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy_mlp import Counting, clusters, course, grouped, mlp, model, task
+from numpy_mlp import CountingSteps, clusters, course, grouped, mlp, model, task
 from rounds import Rounds
 
 from edge_client.bundle import F32, Init, Tensor, views
@@ -254,7 +254,7 @@ def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device() -> N
     method, kept = Hermes(target=1, epochs=2, batch=16), None
     state = method.start(course(m))
     for round_, due in ((1, 6.5), (2, 12.5)):
-        t = replace(task(m, round_=round_), trainer=Counting(m))
+        t = replace(task(m, round_=round_), trainer=CountingSteps(m))
         got = method.receive(t.assignment, kept, method.downlink(course(m), round_, state, None))
         local = method.local_round(t, kept, got)
         kept = local.kept
@@ -264,7 +264,7 @@ def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device() -> N
     assert method.personal(t, kept, got).buffers.tolist() == [12.5] * 2
 
 
-class Guessing(Counting):
+class Guessing(CountingSteps):
     """Right about class 0 alone; about every class where the statistics are 1."""
 
     def logits(self, parameters: F32, buffers: F32, x: Any) -> F32:

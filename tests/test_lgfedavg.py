@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy_mlp import Counting, clusters, counted, course, mlp
+from numpy_mlp import CountingSamples, clusters, counted, course, mlp
 from rounds import Rounds
 
 from edge_client.bundle import Manifest
@@ -88,7 +88,7 @@ def test_without_a_first_phase_the_bodies_start_from_the_bundle() -> None:
 
 def test_batch_norm_statistics_are_averaged_in_the_first_phase_and_stay_on_the_device_in_the_second() -> None:
     m = counted(M)
-    f = federation(LGFedAvg(num_layers=1, global_rounds=1, **SETTINGS), manifest=m, engine=Counting(m))
+    f = federation(LGFedAvg(num_layers=1, global_rounds=1, **SETTINGS), manifest=m, engine=CountingSamples(m))
     f.play(*"abc")
     mean = 2 * (30**2 + 40**2 + 50**2) / 120  # two epochs; weighted by samples
     assert f.state.buffers.tolist() == pytest.approx([mean] * 2)

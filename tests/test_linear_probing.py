@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy_mlp import Counting, NumpyMlp
+from numpy_mlp import CountingSteps, NumpyMlp
 from rounds import M, Rounds, size
 
 from edge_client.bundle import Init, Tensor
@@ -44,7 +44,7 @@ def test_a_federation_of_one_device_is_local_training_of_the_head() -> None:
 def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device() -> None:
     """A round has two steps: 40 samples in batches of 32."""
     m = M.model_copy(update={"buffers": (Tensor(name="n", shape=(1,), offset=0, init=Init(kind="constant", scale=0)),)})
-    fleet = Rounds(LinearProbing(), m, trainer=Counting(m))
+    fleet = Rounds(LinearProbing(), m, trainer=CountingSteps(m))
     for devices in ("a", "ab"):
         fleet.play(*devices)
         assert size(fleet.local["a"].update) == 4 * HEAD

@@ -9,7 +9,7 @@ import pytest
 from edge_kernels.codecs import sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import Counting, clusters, counted, mlp, model
+from numpy_mlp import CountingSamples, clusters, counted, mlp, model
 from rounds import M, Rounds, size
 
 from edge_client.bundle import Init, Tensor
@@ -133,7 +133,7 @@ def test_no_variance_becomes_negative_by_rounding(held: float, share: float) -> 
 def test_the_statistics_of_the_devices_training_reach_the_server() -> None:
     m = counted(M)
     data = {d: clusters(m, ord(d), n) for d, n in (("a", 30), ("b", 60))}
-    fleet = Rounds(STC(epochs=1), m, data=data, trainer=Counting(m))
+    fleet = Rounds(STC(epochs=1), m, data=data, trainer=CountingSamples(m))
     for due in (50, 100):  # the mean of 30 and 60 by samples is 50
         fleet.play("a", "b")
         assert fleet.state.model.buffers.tolist() == [due, due]
