@@ -16,6 +16,7 @@ from coordination import LARGE, LIMIT, Fleet, manifest, play, refused, settings,
 from coord_server.store import Store, database, open_store
 from coord_server.store.blobs import FolderBlobs
 from coord_server.store.metadata import Metadata
+from coord_server.store.values import Content
 from edge_client.bundle import digest
 from edge_client.errors import StorageFullError
 
@@ -184,4 +185,16 @@ def test_a_sweep_leaves_alone_what_the_database_has_never_heard_of(tmp_path: Pat
     store.sweep()
     assert len(before) == 2
     assert stored(tmp_path / "data", "incoming") == before
+    store.close()
+
+
+def test_of_two_creations_of_one_name_the_later_one_counts(tmp_path: Path) -> None:
+    """A federation begins above every version that its name ever had."""
+    store = open_store(tmp_path / "data")
+    store.metadata.add_bundle(FIRST, 1.0)
+    older, newer = store.metadata.expect_federation("fed"), store.metadata.expect_federation("fed")
+    row = ("fed", "{}", FIRST, "s0", Content("0" * 64, b"g"), 1.0)
+    assert store.metadata.add_federation(*row, older or 0) == "taken"
+    assert store.metadata.add_federation(*row, newer or 0) == "added"
+    assert (older, store.metadata.head("fed").first, store.metadata.expect_federation("fed")) == (0, 1, None)
     store.close()
