@@ -512,3 +512,18 @@ def test_personal_training_that_diverges_leaves_the_global_model(monkeypatch: py
 
     monkeypatch.setattr(method_module, "train", diverge)
     assert np.allclose(personal(fleet, "a", received)[1].parameters, whole_weights(fleet), atol=1e-5)
+
+
+def test_first_moves_after_the_pruning_are_in_the_steps_of_the_whole_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_client.methods.lattice.settings.SMALL", M.d)  # so the smaller network has finer steps
+    fleet = LatticeFleet(pruning(quantum=20, server_momentum=0.0), THREE, m=M, trainer=pull(M))
+    for _ in range(2):
+        fleet.play(*"abc", dropped=True)
+    fleet.play(*"abc")
+    net = network(fleet.course, fleet.state.units)
+    assert net.units is not None
+    part, each = on_grid(net), fleet.method.unit(fleet.course, fleet.state.steps)
+    moved = np.repeat(each, [b.size for b in part.blocks]) * (fleet.state.counts + fleet.state.residual)
+    changes = [fleet.local[d].trained.parameters - fleet.course.model.parameters for d in "abc"]
+    due = np.mean(changes, axis=0)[live(net)]
+    assert moved @ due / (due @ due) == pytest.approx(1, abs=0.3)

@@ -156,8 +156,7 @@ class Lattice(Settings):
         state = self.current(a.course, a.round, state)
         net, first = network(a.course, state.units), () if state.reports else ("rms",)
         allow_only(payload, MOVES, STATISTICS, *first)
-        a, part = net.assignment(a), on_grid(net)
-        data = bytes_of(payload, MOVES)
+        part, data = on_grid(net), bytes_of(payload, MOVES)
         samples = count(payload, "samples", MAX_SAMPLES)
         higher = extra_levels(samples, state.samples) if state.reports else 0
         gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level + higher))
@@ -206,7 +205,7 @@ class Lattice(Settings):
         return moves
 
     def own_steps(self, a: Assignment, part: Blocks, rms: F32) -> F32:
-        """The steps of the first round, from the device's own figures."""
+        """The steps of the first round, from the device's own figures; also of a pruned network by the whole one's size."""
         return steps(part, rms, FIRST * self.first_quantum(a.course), a.course.cohort)
 
     def fold(
@@ -313,8 +312,8 @@ class Lattice(Settings):
 
     def local_round(self, task: Task, kept: Kept | None, received: Received) -> Local:
         """SGD from the global model; the change as whole numbers."""
-        net, task = received.net, received.net.task(task)
-        a, part = task.assignment, on_grid(net)
+        a, net = task.assignment, received.net
+        task, part = net.task(task), on_grid(net)
         rival = net.model if self.guarded(net) and received.samples else None
         own = train(task, received.parameters, received.statistics, self.plan(net), rival=rival)
         change = part.gather(own.parameters) - part.gather(received.parameters)

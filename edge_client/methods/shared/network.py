@@ -9,7 +9,7 @@ import numpy as np
 
 from edge_client.bundle import F32, Model, Packed
 from edge_client.methods.shared.units import ByIdentity, Units, read_units, unpacked
-from edge_client.task import Assignment, Course, Personal, Task
+from edge_client.task import Course, Personal, Task
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,6 @@ class Network:
     def model(self) -> Model:
         """The bundle's values of this network."""
         return self.course.model
-
-    def assignment(self, a: Assignment) -> Assignment:
-        """The assignment with this network as its model."""
-        return replace(a, course=self.course)
 
     def task(self, task: Task) -> Task:
         """The task with this network as its model."""
