@@ -205,7 +205,7 @@ class Lattice(Settings):
         return moves
 
     def own_steps(self, a: Assignment, part: Blocks, rms: F32) -> F32:
-        """The steps of the first round, from the device's own figures; also of a pruned network by the whole one's size."""
+        """The steps of the first round, from the device's own figures. The size that counts is the whole network's."""
         return steps(part, rms, FIRST * self.first_quantum(a.course), a.course.cohort)
 
     def fold(
