@@ -115,14 +115,15 @@ def test_a_round_of_devices_far_below_the_mean_samples_moves_less_and_does_not_m
     change = -0.1 * trainer.directions[0]
 
     def moved(small: int, large: int) -> tuple[float, float]:
-        """The mean change and its noise in rounds that only the small device reports, in changes of that device."""
-        data, runs = {"a": samples(0, small), "b": samples(1, large), "c": samples(2, large)}, []
+        """The mean change and its noise in rounds that two small devices report, in changes of theirs."""
+        data = {"a": samples(0, small), "b": samples(1, large), "c": samples(2, large), "d": samples(0, small)}
+        runs = []
         for seed in range(150):
             method = Lattice(epochs=1, quantum=1, lr=0.1, batch=1024, server_momentum=0.0)
             fleet = LatticeFleet(method, data, seed=seed, trainer=trainer)
             fleet.play(*"abc")
             before = fleet.due()
-            fleet.play("a")
+            fleet.play("a", "d")
             runs.append(fleet.due() - before)
         mean = np.mean(runs, axis=0)
         noise = np.linalg.norm(runs - mean, axis=1).mean()

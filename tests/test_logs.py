@@ -61,6 +61,27 @@ def test_json_has_the_fields_and_stays_one_line() -> None:
     assert "ValueError: broken" in failed["exception"]
 
 
+def test_a_line_is_the_one_that_the_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1795338820.25)
+    monkeypatch.setattr("time.time_ns", lambda: 1795338820_250000000)  # Python 3.13
+
+    def write() -> None:
+        log.info("activity: é joined", extra={"path": Path("/a")})
+        try:
+            raise ValueError("\x1b[2J")
+        except ValueError:
+            log.exception("it failed")
+
+    text = lines("text", write)
+    assert text[0] == "2026-11-22T09:13:40Z info    activity: é joined"
+    assert text[1] == "2026-11-22T09:13:40Z error   it failed"
+    assert text[-1] == "ValueError: \N{REPLACEMENT CHARACTER}[2J"
+    joined, _ = map(json.loads, lines("json", write))
+    assert joined == {
+        "event": "activity: é joined", "level": "info", "path": "/a", "timestamp": "2026-11-22T09:13:40.250000Z"
+    }  # fmt: skip
+
+
 def test_requests_on_which_the_coordinator_fails_flood_no_log() -> None:
     def write() -> None:
         for _ in range(100):
@@ -91,6 +112,8 @@ def test_a_flood_is_counted_and_other_records_still_pass(monkeypatch: pytest.Mon
     assert said[20:] == [
         "round 1 ended", "joined", "refused again (980 records like it were left out)", "refused once"
     ]  # fmt: skip
+    now[0] = 0.0
+    assert [json.loads(line).get("left_out") for line in lines("json", write)][20:] == [None, None, 980, None]
 
 
 def steps(seconds: float, epochs: int = 4, each: int = 5) -> tuple[list[Event], Any]:
