@@ -84,7 +84,7 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 BAD_ROUNDS = 2  # in a row that halve the steps
 FIRST = 0.25  # of the quantum, in round 1: each device has its own steps then, so stratified dither does not cancel
 MOST_PARAMETERS = 1 << 24  # where all of them move, the coder takes no more
-LEAST = 0.25  # of the mean samples: a round's updates count as at least so many each, or small ones' noise would grow
+LEAST = 1 / 16  # of the mean samples: a round's updates count as at least so many each, or small ones' noise would grow
 FEW = 64  # moves: the least size that the norm guard gives to an update of a device with the mean samples
 UPWARD = 0.3  # added before rounding down: from .7 of a cell on N moves, so noise about half a cell does not flip it
 
