@@ -176,6 +176,7 @@ class Metadata:
             new = {"id": id_, "config": config, "bundle": bundle, "state": state, "created_at": now}
             values_ = {"values_sha256": values.sha256, "values_content": values.data}
             c.execute(insert(federations).values(**new, **values_, version=first, first=first))
+            mark_deleted(c, id_, first - 1)  # only what this name had before may still be dropped
             return "added"
 
     def delete_federation(self, federation: str, version: int) -> bool:
