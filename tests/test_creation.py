@@ -198,3 +198,32 @@ def test_of_two_creations_of_one_name_the_later_one_counts(tmp_path: Path) -> No
     assert store.metadata.add_federation(*row, newer or 0) == "added"
     assert (older, store.metadata.head("fed").first, store.metadata.expect_federation("fed")) == (0, 1, None)
     store.close()
+
+
+def test_what_is_deleted_beside_a_creation_is_dropped_when_the_creation_ends(tmp_path: Path) -> None:
+    one, other = open_store(tmp_path / "data"), open_store(tmp_path / "data")
+    with one.creating():
+        one.metadata.add_bundle(FIRST, 1.0)
+        one.blobs.put(f"bundles/{FIRST}", b"manifest")
+    with one.creating():
+        assert other.metadata.delete_bundle(FIRST) == []
+        other.sweep()
+        assert other.blobs.shelves("bundles") == [FIRST]
+    assert other.blobs.shelves("bundles") == []
+    for store in (one, other):
+        store.close()
+
+
+def test_no_mark_of_what_may_be_swept_covers_a_federation_that_is_there(tmp_path: Path) -> None:
+    """A coordinator of an older version drops the blobs of every federation that a mark covers."""
+    store = open_store(tmp_path / "data")
+    store.metadata.add_bundle(FIRST, 1.0)
+    for version in (0, 3):
+        first = store.metadata.expect_federation("fed")
+        assert first == version
+        row = ("fed", "{}", FIRST, "s0", Content("0" * 64, b"g"), 1.0)
+        assert store.metadata.add_federation(*row, first) == "added"
+        assert store.metadata.deleted()["fed"] == first - 1
+        assert store.metadata.commit("fed", first, "s1", [])
+        assert store.metadata.delete_federation("fed", first + 1)
+    store.close()

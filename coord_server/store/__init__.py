@@ -51,20 +51,20 @@ class Store:
     def creating(self) -> Iterator[None]:
         """While blobs are written whose row comes after them: no process sweeps meanwhile. Raises StateError.
 
-        What was written is swept when the row does not come after all.
+        At its end follows a sweep: of what was written when the row did not come after all, and of what was deleted
+        meanwhile.
         """
         try:
             with _locked(self.folder / SWEEP, fcntl.LOCK_SH):
                 yield
-        except BaseException:
+        finally:
             with suppress(MaskfleetError, OSError):  # a later sweep does it
                 self.sweep()
-            raise
 
     def sweep(self) -> None:
         """Drop the blobs of what was deleted, and of creations that did not end. Blocks. Raises StateError.
 
-        While something is being created nothing is dropped: a later sweep does that.
+        While something is being created nothing is dropped: the sweep at its end does that.
         """
         with suppress(BlockingIOError), _locked(self.folder / SWEEP, fcntl.LOCK_EX | fcntl.LOCK_NB):
             gone, known = self.metadata.deleted(), self.metadata.known()
@@ -89,7 +89,7 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     if not folder.is_dir():
         raise StateError(f"{folder} is a file, not a folder; {ELSEWHERE}")
     with disk(f"{folder} cannot be used"):
-        empty = {p.name for p in folder.iterdir()} <= {FOREIGN, OPERATOR_FILE, LOCK}
+        empty = {p.name for p in folder.iterdir()} <= {FOREIGN, OPERATOR_FILE, LOCK, SWEEP}
     if empty and not init:
         advice = "if its disk is not mounted, mount it; --init starts anew in it"
         raise StorageDamagedError(f"the folder {folder} is empty; {advice}")
