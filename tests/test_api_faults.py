@@ -29,6 +29,7 @@ from coordination import (
 )
 
 from coord_server import aggregation, coordinator
+from coord_server.store import Store
 from coord_server.store.metadata import Metadata
 from coord_server.store.rows import Rows
 from coord_server.store.values import Content
@@ -71,6 +72,8 @@ def test_an_outage_of_the_database_is_logged_when_it_begins_and_ends(
         if len(looks) < 30:
             raise faults[(len(looks) + 1) % 2]
         return known(metadata)
+
+    monkeypatch.setattr(Store, "sweep", lambda store: None)  # that of the start asks for what is known too
 
     async def script(_: Fleet) -> None:
         monkeypatch.setattr(Metadata, "known", failing)
@@ -404,5 +407,27 @@ def test_a_sweep_leaves_what_another_process_may_still_read_and_a_record_that_it
         left = {shelf: blobs.shelves(f"fed/{shelf}") for shelf in ("updates", "downlinks", "values")}
         assert left == {"updates": [], "downlinks": ["2", "3"], "values": ["1", "2", "3"]}
         assert (blobs.shelves("fed/records/a"), blobs.shelves("fed/records/bb")) == (["1", "2", "3"], ["2", "3"])
+
+    play(tmp_path, script)
+
+
+@pytest.mark.parametrize("rounds", [1, 2], ids=["at the end", "at the next round"])
+def test_the_fault_of_an_update_goes_with_its_round(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device may never send it again."""
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", d=LARGE, rounds=rounds)
+        assert (await fleet.train("a")).status_code == 201
+        work = await fleet.due("bb")
+        body = trained(await fleet.fetch("bb", work), "bb")
+        with monkeypatch.context() as m:
+            m.setattr("os.fsync", full)
+            refused(await fleet.upload("bb", work["round"], work["lease"], body), "storage-full")
+        await until(fleet, lambda f: "update of 'bb' could not be accepted" in (f["fault"] or ""))
+        assert (await fleet.fail("bb", work, "data")).status_code == 204
+        after = await until(fleet, lambda f: f["phase"] == "finished" or f["round"] == 2)
+        assert after["fault"] is None
 
     play(tmp_path, script)

@@ -117,6 +117,8 @@ class LiveFederation:
 
     def _committed(self, before: engine.State) -> None:
         now = self._commits.state
+        if now.round != before.round or now.phase == "finished":
+            self._faults.clear("updates")
         if now.phase != before.phase:
             self.devices.wake()
         elif now.stage == "collecting" and (now.round, now.attempt) != (before.round, before.attempt):
