@@ -43,8 +43,8 @@ pytest: $(VENV)/.test
 
 # pip takes the newest versions; uv can take the lowest. What they need in turn is the newest.
 LOWEST = build/lowest/bin
-LOWEST_TESTS = codecs_sets codecs_fuse codecs_values lattice client cli logs store trainers bench personal artifacts \
-	compaction_suite api_rounds api_devices api_manage metrics dashboard
+LOWEST_TESTS = codecs_sets codecs_fuse codecs_values lattice client cli logs store trainers bench \
+	compaction_personal artifacts compaction_suite api_rounds api_devices api_manage metrics dashboard
 test-lowest:
 	$(PYTHON) -m venv build/lowest
 	$(LOWEST)/python -m pip install --quiet uv torch==2.13.0
