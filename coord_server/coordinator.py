@@ -60,7 +60,7 @@ class Coordinator:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
             await self._look()
-            self._sweeping = asyncio.create_task(self._sweep())
+            self._sweeping = asyncio.create_task(asyncio.to_thread(self.store.sweep))
 
     async def _watch(self) -> None:
         """Notice what other coordinators on the same data folder do. An outage is logged when it begins and ends."""
@@ -110,13 +110,6 @@ class Coordinator:
             return
         self._federations[id_] = live
         live.begin()
-
-    async def _sweep(self) -> None:
-        """Drop what a creation or a deletion that was killed has left in the blob store."""
-        try:
-            await asyncio.to_thread(self.store.sweep)
-        except (MaskfleetError, OSError) as error:
-            log.warning("blobs that no row names were not swept, the next start tries again: %s", error)
 
     def answer_polls(self) -> None:
         """Let every long poll answer now: the coordinator is about to go down."""

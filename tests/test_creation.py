@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from coord_server.store.blobs import FolderBlobs
 from coord_server.store.metadata import Metadata
 from coord_server.store.values import Content
 from edge_client.bundle import digest
-from edge_client.errors import StorageFullError
+from edge_client.errors import StorageFullError, StorageUnreachableError
 
 NEXT = settings(name="next", bundle=digest(manifest(LARGE).to_bytes()), start_from={"federation": "fed"})
 FIRST = "d" * 64
@@ -227,3 +228,55 @@ def test_no_mark_of_what_may_be_swept_covers_a_federation_that_is_there(tmp_path
         assert store.metadata.commit("fed", first, "s1", [])
         assert store.metadata.delete_federation("fed", first + 1)
     store.close()
+
+
+def test_a_sweep_removes_files_without_the_lock_so_a_slow_disk_keeps_no_creation_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, remove, met = open_store(tmp_path / "data"), FolderBlobs.remove, list[Path]()
+    store.metadata.expect_bundle(FIRST)
+    store.blobs.put(f"bundles/{FIRST}", b"manifest")
+
+    def slow(blobs: FolderBlobs, aside: Path) -> None:
+        with os.fdopen(os.open(tmp_path / "data" / "sweep", os.O_RDWR)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as a creation takes it
+        assert store.blobs.shelves("bundles") == []
+        remove(blobs, aside)
+        met.append(aside)
+
+    monkeypatch.setattr(FolderBlobs, "remove", slow)
+    store.sweep()
+    assert [aside.exists() for aside in met] == [False]
+    store.close()
+
+
+def test_what_a_sweep_set_aside_before_it_was_killed_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path / "data")
+    store.metadata.expect_bundle(FIRST)
+    store.blobs.put(f"bundles/{FIRST}", b"manifest")
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderBlobs, "remove", lambda blobs, aside: None)
+        store.sweep()
+    assert len(stored(tmp_path / "data")) == 1
+    store.close()
+    open_store(tmp_path / "data").close()
+    assert stored(tmp_path / "data") == set()
+
+
+def test_a_deletion_whose_sweep_fails_is_a_deletion_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(blobs: FolderBlobs, shelf: str) -> Path:
+        raise StorageUnreachableError(f"{shelf} was not dropped: read-only")
+
+    async def script(fleet: Fleet) -> None:
+        bundle = await fleet.bundle()
+        with monkeypatch.context() as m:
+            m.setattr(FolderBlobs, "set_aside", broken)
+            assert (await fleet.operator("DELETE", f"/v1/bundles/{bundle}")).status_code == 204
+        assert (await fleet.operator("GET", f"/v1/bundles/{bundle}")).status_code == 404
+        assert "blobs that no row names were not swept, a later sweep tries again" in caplog.text
+
+    play(tmp_path, script)

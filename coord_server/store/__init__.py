@@ -13,6 +13,7 @@ DATA/sweep              held (shared) while blobs are written whose row comes af
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from coord_server.store.blobs import INCOMING, FolderBlobs, disk, owner
 from coord_server.store.metadata import BUNDLES, Metadata
 from edge_client.errors import MaskfleetError, StateError, StorageDamagedError
 from edge_client.files import make_folder, sync_folder, write_whole
+
+log = logging.getLogger("maskfleet")
 
 DATABASE, BLOBS, MARKER, LOCK, SWEEP = "coordinator.db", "blobs", "store-id", "lock", "sweep"
 NEW = "new "  # before the id in the marker of a first start
@@ -58,24 +61,33 @@ class Store:
             with _locked(self.folder / SWEEP, fcntl.LOCK_SH):
                 yield
         finally:
-            with suppress(MaskfleetError, OSError):  # a later sweep does it
-                self.sweep()
+            self.sweep()
 
     def sweep(self) -> None:
-        """Drop the blobs of what was deleted, and of creations that did not end. Blocks. Raises StateError.
+        """Drop the blobs of what was deleted, and of creations that did not end. Blocks; a failure is logged.
 
         While something is being created nothing is dropped: the sweep at its end does that.
         """
-        with suppress(BlockingIOError), _locked(self.folder / SWEEP, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            gone, known = self.metadata.deleted(), self.metadata.known()
-            for digest in self.blobs.shelves(BUNDLES):
-                if f"{BUNDLES}/{digest}" in gone:
-                    self.blobs.drop(f"{BUNDLES}/{digest}")
-            for shelf in self.blobs.shelves(""):
-                name, first = owner(shelf)
-                here = name in known and known[name].first == first
-                if first <= gone.get(name, -1) and not here:
-                    self.blobs.drop(shelf)
+        gone: list[Path] = []
+        try:
+            with suppress(BlockingIOError), _locked(self.folder / SWEEP, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                gone = [self.blobs.set_aside(shelf) for shelf in self._unnamed()]
+            for path in gone:  # without the lock: a slow disk keeps no creation waiting
+                self.blobs.remove(path)
+        except (MaskfleetError, OSError) as error:
+            log.warning("blobs that no row names were not swept, a later sweep tries again: %s", error)
+
+    def _unnamed(self) -> Iterator[str]:
+        """The shelves of bundles and federations that the database knows to be gone."""
+        gone, known = self.metadata.deleted(), self.metadata.known()
+        for digest in self.blobs.shelves(BUNDLES):
+            if f"{BUNDLES}/{digest}" in gone:
+                yield f"{BUNDLES}/{digest}"
+        for shelf in self.blobs.shelves(""):
+            name, first = owner(shelf)
+            here = name in known and known[name].first == first
+            if first <= gone.get(name, -1) and not here:
+                yield shelf
 
 
 def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:

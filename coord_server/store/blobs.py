@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from uuid import uuid4
@@ -129,7 +129,9 @@ class FolderBlobs:
             os.chmod(root, 0o700)
             (root / INCOMING).mkdir(mode=0o700, exist_ok=True)
             for path in (root / INCOMING).iterdir():
-                if path.is_file():
+                if path.is_dir():
+                    self.remove(path)
+                else:
                     _sweep(path)
 
     def temporary(self) -> Path:
@@ -211,9 +213,23 @@ class FolderBlobs:
         return sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
 
     def drop(self, shelf: str) -> None:
-        """Drop a shelf and everything on it; nothing happens when there is none."""
+        """Drop a shelf and everything on it; nothing happens when there is none. Raises StateError."""
+        self.remove(self.set_aside(shelf))
+
+    def set_aside(self, shelf: str) -> Path:
+        """Take a shelf from its place, which is quick; `remove` takes the returned path. Raises StateError."""
         self._named.discard(self._root / shelf)
-        shutil.rmtree(self._root / shelf, ignore_errors=True)
+        aside = self.temporary()
+        with (
+            disk(f"{shelf} was not dropped"),
+            suppress(FileNotFoundError),
+        ):  # there is none, or another process was quicker
+            os.rename(self._root / shelf, aside)
+        return aside
+
+    def remove(self, aside: Path) -> None:
+        """Remove a shelf that was set aside; what cannot be removed is left to the next start."""
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def stream(path: Path, start: int, stop: int) -> Iterator[bytes]:
