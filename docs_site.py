@@ -1,4 +1,4 @@
-"""mkdocs hooks: README, CONTRIBUTING and CHANGELOG are pages of the site; links to other files of the repository stay.
+"""mkdocs hooks: README and three other files of the repository are pages of the site; links to its other files stay.
 
 A link that leaves docs/ is pointed at a copy of its file under `repository/`; one to a folder becomes its words. What
 is not there stays as it is, so that mkdocs refuses it.
@@ -17,13 +17,18 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent
 DOCS = ROOT / "docs"
-PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+PAGES = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "tests.md": "tests/README.md",
+    "changelog.md": "CHANGELOG.md",
+}
 URIS = {source: uri for uri, source in PAGES.items()}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages from the repository's root, and every file outside docs/ that a page links to."""
+    """Add the pages of PAGES, and every file outside docs/ that a page links to."""
     for uri, source in PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / source).read_text("utf-8")))
     for file in list(files.documentation_pages()):
@@ -54,7 +59,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _place(uri: str, target: str) -> Path:
     """The file that a link of the page `uri` names."""
-    folder = ROOT if uri in PAGES else (DOCS / uri).parent
+    folder = (ROOT / PAGES[uri] if uri in PAGES else DOCS / uri).parent
     return Path(os.path.normpath(folder / target))
 
 

@@ -147,7 +147,9 @@ class Bundles:
         """Delete a bundle. Raises Refusal when a federation uses it or there is none, StateError."""
         used = await asyncio.to_thread(self._store.metadata.delete_bundle, digest)
         if used is None:
-            raise Refusal("not-found", f"there is no bundle {digest}; GET /v1/bundles lists them")
+            raise Refusal(
+                "not-found", f"there is no bundle {digest}; `maskfleet bundle list` or GET /v1/bundles has them"
+            )
         if used:
             first, more = ", ".join(used[:NAMED]), f" and {len(used) - NAMED} more" if len(used) > NAMED else ""
             raise Refusal("bundle-in-use", f"bundle {digest} is used by {first}{more}; delete these federations first")

@@ -62,6 +62,7 @@ class Roles:
     async def remove_viewer(self, id_: str) -> None:
         """Revoke a viewer's token. Raises Refusal, StateError."""
         if not await asyncio.to_thread(self._metadata.remove_viewer, id_):
-            raise Refusal("not-found", f"there is no viewer's token {id_}; GET /v1/viewers lists them")
+            where = "`maskfleet federation viewers` or GET /v1/viewers has them"
+            raise Refusal("not-found", f"there is no viewer's token {id_}; {where}")
         log.info("the viewer's token %s is revoked by the operator", id_)
         await self.look()

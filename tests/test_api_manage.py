@@ -185,11 +185,7 @@ def test_a_coordinator_killed_while_it_deletes_has_deleted_all_or_nothing_and_th
     def dies(*_: object) -> None:
         raise RuntimeError
 
-    def half(blobs: FolderBlobs, shelf: str) -> None:
-        drop(blobs, f"{shelf}/values")
-        raise RuntimeError
-
-    drop, delete = FolderBlobs.drop, Rows.delete_federation
+    delete = Rows.delete_federation
 
     def late(rows: Rows, version: int) -> None:
         delete(rows, version)
@@ -203,7 +199,7 @@ def test_a_coordinator_killed_while_it_deletes_has_deleted_all_or_nothing_and_th
             if when == "before the commit":
                 m.setattr(Rows, "delete_federation", late)
             else:
-                m.setattr(FolderBlobs, "drop", half if "middle" in when else dies)
+                m.setattr(FolderBlobs, "remove" if "middle" in when else "set_aside", dies)
             refused(await fleet.operator("DELETE", FED), "internal-error")  # as if killed there: nothing else happens
 
     async def again(fleet: Fleet) -> None:

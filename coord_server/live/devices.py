@@ -304,7 +304,7 @@ class Devices:
 def not_enrolled(federation: str, device: str) -> Refusal:
     """What to raise when a federation has no device of this name."""
     why = f"no device {device!r} is enrolled in {federation}, or it was removed"
-    return Refusal("not-found", f"{why}; GET .../devices lists all")
+    return Refusal("not-found", f"{why}; `maskfleet federation devices {federation}` or GET .../devices has all")
 
 
 def damaged(device: str, error: ValidationError | PayloadError | TypeError) -> StorageDamagedError:

@@ -42,5 +42,6 @@ class JoinTokens:
     async def revoke(self, token: str) -> None:
         """Revoke the join token of this id; devices that have joined with it stay. Raises Refusal, StateError."""
         if not await asyncio.to_thread(self._metadata.remove_token, self.id, token):
-            raise Refusal("not-found", f"{self.id} has no join token {token}; GET .../tokens lists them")
+            where = f"`maskfleet federation tokens {self.id}` or GET .../tokens has them"
+            raise Refusal("not-found", f"{self.id} has no join token {token}; {where}")
         log.info("%s: the join token %s is revoked by the operator", self.id, token, extra={"federation": self.id})

@@ -2,8 +2,7 @@
 
 A transaction that writes names what it writes to, such as a federation. One at a time writes to it, of all processes.
 So what the transaction has read of it does not change before it has written. Nothing slow, such as the write of a
-blob, belongs in one. Which tables the database holds and what
-is asked of them is in `metadata`.
+blob, belongs in one. Which tables the database holds and what is asked of them is in `metadata`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from edge_client.errors import ConfigError, StateError, StorageDamagedError, Sto
 
 PATIENCE = 30_000  # milliseconds that a writer waits for the one before it
 # Milliseconds without a statement after which PostgreSQL ends a transaction, and with it its locks. Less than PATIENCE:
-# who waits for a coordinator that has lost its power writes in the end.
+# a writer that waits for a coordinator that has lost its power writes in the end.
 SILENCE = 10_000
 # Whatever the server's defaults are. Under another isolation a writer would see what was there before it had waited.
 OPTIONS: Mapping[str, Any] = {

@@ -213,7 +213,8 @@ class Metadata:
         row = self.database.first(query, {"b_id": federation})
         if row is None:
             raise Refusal(
-                "not-found", f"federation {federation!r} was deleted; GET /v1/federations lists those there are"
+                "not-found",
+                f"federation {federation!r} was deleted; `maskfleet federation list` has those that are there",
             )
         return row
 
