@@ -411,9 +411,11 @@ def test_a_sweep_leaves_what_another_process_may_still_read_and_a_record_that_it
     play(tmp_path, script)
 
 
-@pytest.mark.parametrize("rounds", [1, 2], ids=["at the end", "at the next round"])
+@pytest.mark.parametrize(
+    ("rounds", "stopped"), [(1, False), (2, False), (2, True)], ids=["at the end", "at the next round", "at a stop"]
+)
 def test_the_fault_of_an_update_goes_with_its_round(
-    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounds: int, stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its device may never send it again."""
 
@@ -426,8 +428,11 @@ def test_the_fault_of_an_update_goes_with_its_round(
             m.setattr("os.fsync", full)
             refused(await fleet.upload("bb", work["round"], work["lease"], body), "storage-full")
         await until(fleet, lambda f: "update of 'bb' could not be accepted" in (f["fault"] or ""))
-        assert (await fleet.fail("bb", work, "data")).status_code == 204
-        after = await until(fleet, lambda f: f["phase"] == "finished" or f["round"] == 2)
+        if stopped:
+            assert (await fleet.operator("POST", "/v1/federations/fed/stop")).status_code == 200
+        else:
+            assert (await fleet.fail("bb", work, "data")).status_code == 204
+        after = await until(fleet, lambda f: f["phase"] in ("finished", "stopped") or f["round"] == 2)
         assert after["fault"] is None
 
     play(tmp_path, script)

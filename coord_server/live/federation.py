@@ -117,7 +117,7 @@ class LiveFederation:
 
     def _committed(self, before: engine.State) -> None:
         now = self._commits.state
-        if now.round != before.round or now.phase == "finished":
+        if now.round != before.round or now.phase in ("finished", "stopped"):
             self._faults.clear("updates")
         if now.phase != before.phase:
             self.devices.wake()
