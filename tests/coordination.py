@@ -238,7 +238,7 @@ async def whole(fleet: Fleet, *devices: str, rounds: int = 2) -> bytes:
 
 def unfinished(folder: Path) -> list[Path]:
     """Files of bodies that were not stored."""
-    return [p for p in (folder / "blobs" / "incoming").rglob("*") if p.is_file() and p.stat().st_size]
+    return [p for p in (folder / "blobs" / "incoming").iterdir() if p.is_file() and p.stat().st_size]
 
 
 def flipped(data: bytes) -> bytes:

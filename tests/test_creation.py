@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import databases
@@ -21,16 +22,17 @@ from coord_server.store.values import Content
 from edge_client.bundle import digest
 from edge_client.errors import StorageFullError, StorageUnreachableError
 
+SWEPT = ("fed/", "incoming/")  # where the sweep of the source's own rounds goes on
 NEXT = settings(name="next", bundle=digest(manifest(LARGE).to_bytes()), start_from={"federation": "fed"})
-FIRST = "d" * 64
+FIRST, SECOND = "d" * 64, "e" * 64
 
 
 class Killed(BaseException):
     """Raised where the coordinator is killed: nothing that it would still do is done."""
 
 
-def stored(folder: Path, but: str = "fed/") -> set[str]:
-    """The blobs by their addresses, without those of the source, whose own sweep goes on."""
+def stored(folder: Path, *but: str) -> set[str]:
+    """The blobs by their addresses, without those below the folders `but`."""
     blobs = folder / "blobs"
     walked = os.walk(blobs)  # which minds no folder that is dropped meanwhile
     found = {os.path.relpath(f"{folder_}/{name}", blobs) for folder_, _, names in walked for name in names}
@@ -72,19 +74,19 @@ def test_a_creation_whose_coordinator_was_killed_leaves_nothing_and_can_be_repea
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb", d=LARGE)
         await whole(fleet, "a", "bb")
-        before.update(stored(tmp_path))
+        before.update(stored(tmp_path, *SWEPT))
         with monkeypatch.context() as m:
             killed(m, kind, name, calls)
             with pytest.raises(Killed):
                 await fleet.operator("POST", "/v1/federations", json=NEXT)
-        assert len(stored(tmp_path)) == len(before) + (4 if name == "add_federation" else calls)
+        assert len(stored(tmp_path, *SWEPT)) == len(before) + (4 if name == "add_federation" else calls)
 
     async def again(fleet: Fleet) -> None:
-        await come_true(lambda: stored(tmp_path) <= before)
+        await come_true(lambda: stored(tmp_path, "fed/") <= before)
         assert len((await fleet.operator("GET", "/v1/bundles")).json()) == 1
         made = await fleet.operator("POST", "/v1/federations", json=NEXT)
         assert made.status_code == 201, made.text
-        assert len(stored(tmp_path) - before) == 4
+        assert len(stored(tmp_path, *SWEPT) - before) == 4
         shown = await fleet.operator("GET", f"/v1/bundles/{made.json()['config']['bundle']}/summary")
         assert shown.json()["missing"] == []
         assert (await fleet.operator("GET", "/v1/federations/next/state")).status_code == 200
@@ -106,11 +108,11 @@ def test_a_creation_for_which_the_disk_has_no_room_leaves_nothing(
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "bb", d=LARGE)
         await whole(fleet, "a", "bb")
-        before = stored(tmp_path)
+        before = stored(tmp_path, *SWEPT)
         with monkeypatch.context() as m:
             m.setattr(FolderBlobs, "put", full)
             refused(await fleet.operator("POST", "/v1/federations", json=NEXT), "storage-full")
-        assert stored(tmp_path) <= before
+        assert stored(tmp_path, *SWEPT) <= before
         assert len((await fleet.operator("GET", "/v1/bundles")).json()) == 1
 
     play(tmp_path, script)
@@ -265,16 +267,65 @@ def test_what_a_sweep_set_aside_before_it_was_killed_is_removed_at_the_next_star
     assert stored(tmp_path / "data") == set()
 
 
+def test_a_deletion_beside_another_sweep_is_swept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other sweep may have asked what is gone before this deletion; this one waits for its end."""
+    one, other = open_store(tmp_path / "data"), open_store(tmp_path / "data")
+    for bundle in (FIRST, SECOND):
+        with one.creating():
+            one.metadata.add_bundle(bundle, 1.0)
+            one.blobs.put(f"bundles/{bundle}", b"manifest")
+    set_aside, sweeps = FolderBlobs.set_aside, list[Thread]()
+
+    def late(blobs: FolderBlobs, shelf: str) -> Path:
+        if not sweeps:
+            assert other.metadata.delete_bundle(SECOND) == []
+            sweeps.append(Thread(target=other.sweep))
+            sweeps[0].start()
+            sweeps[0].join(0.5)  # it has given up, or waits
+        return set_aside(blobs, shelf)
+
+    monkeypatch.setattr(FolderBlobs, "set_aside", late)
+    assert one.metadata.delete_bundle(FIRST) == []
+    one.sweep()
+    sweeps[0].join()
+    assert one.blobs.shelves("bundles") == []
+    for store in (one, other):
+        store.close()
+
+
+def test_a_shelf_that_cannot_be_moved_keeps_no_sweep_from_the_others_and_the_log_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, rename = open_store(tmp_path / "data"), os.rename
+    for bundle in (FIRST, SECOND):
+        store.metadata.expect_bundle(bundle)
+        store.blobs.put(f"bundles/{bundle}", b"manifest")
+
+    def stuck(source: Path, target: Path) -> None:
+        if source.name == FIRST:
+            raise PermissionError(13, "Permission denied")
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.rename", stuck)
+        store.sweep()
+        assert [os.path.dirname(address) for address in stored(tmp_path / "data")] == [f"bundles/{FIRST}"]
+    assert f"the blobs of bundles/{FIRST} were not dropped, a later sweep tries again: Permission denied" in caplog.text
+    store.sweep()
+    assert stored(tmp_path / "data") == set()
+    store.close()
+
+
 def test_a_deletion_whose_sweep_fails_is_a_deletion_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(blobs: FolderBlobs, shelf: str) -> Path:
-        raise StorageUnreachableError(f"{shelf} was not dropped: read-only")
+    def broken(metadata: Metadata) -> dict[str, int]:
+        raise StorageUnreachableError("the database is away")
 
     async def script(fleet: Fleet) -> None:
         bundle = await fleet.bundle()
         with monkeypatch.context() as m:
-            m.setattr(FolderBlobs, "set_aside", broken)
+            m.setattr(Metadata, "deleted", broken)
             assert (await fleet.operator("DELETE", f"/v1/bundles/{bundle}")).status_code == 204
         assert (await fleet.operator("GET", f"/v1/bundles/{bundle}")).status_code == 404
         assert "blobs that no row names were not swept, a later sweep tries again" in caplog.text

@@ -70,6 +70,8 @@ class Store:
         """
         gone: list[Path] = []
         try:
+            with _locked(self.folder / SWEEP, fcntl.LOCK_SH):
+                pass  # another sweep is over, which may have asked what is gone before this deletion
             with suppress(BlockingIOError), _locked(self.folder / SWEEP, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 gone = [self.blobs.set_aside(shelf) for shelf in self._unnamed()]
             for path in gone:  # without the lock: a slow disk keeps no creation waiting

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from uuid import uuid4
 
 from edge_client.errors import StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.files import FULL, make_folder, sync_folder
+
+log = logging.getLogger("maskfleet")
 
 CHUNK = 1 << 20  # bytes read at a time when a blob is streamed
 INCOMING = "incoming"
@@ -213,18 +216,22 @@ class FolderBlobs:
         return sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
 
     def drop(self, shelf: str) -> None:
-        """Drop a shelf and everything on it; nothing happens when there is none. Raises StateError."""
+        """Drop a shelf and everything on it; nothing happens when there is none."""
         self.remove(self.set_aside(shelf))
 
     def set_aside(self, shelf: str) -> Path:
-        """Take a shelf from its place, which is quick; `remove` takes the returned path. Raises StateError."""
+        """Take a shelf from its place, which is quick; `remove` takes the returned path. A failure is logged.
+
+        So one shelf that cannot be moved keeps no sweep from the others.
+        """
         self._named.discard(self._root / shelf)
         aside = self.temporary()
-        with (
-            disk(f"{shelf} was not dropped"),
-            suppress(FileNotFoundError),
-        ):  # there is none, or another process was quicker
+        try:
             os.rename(self._root / shelf, aside)
+        except FileNotFoundError:  # there is none, or another process was quicker
+            pass
+        except OSError as error:
+            log.warning("the blobs of %s were not dropped, a later sweep tries again: %s", shelf, error.strerror)
         return aside
 
     def remove(self, aside: Path) -> None:
