@@ -1,13 +1,15 @@
 """What the coordinator stores: metadata in tables, bytes in blobs. Several processes may share one data folder.
 
 DATA/coordinator.db     tables (SQLite), unless a database URL is given
-DATA/blobs/             incoming/, bundles/DIGEST/, FEDERATION/{values,updates,downlinks}/ROUND/,
+DATA/blobs/             incoming/ (what is written or removed just now; a start empties it), bundles/DIGEST/,
+                        FEDERATION/{values,updates,downlinks}/ROUND/,
                         FEDERATION/records/DEVICE/ROUND/; FEDERATION~VERSION/ when its name was used before
 DATA/store-id           the marker: the id that the database holds too, so that a wrong or lost half is detected;
                         "new ID" until the database holds it, so that a first start can be killed at any time
 DATA/operator-token     the operator's token, readable by its owner only
 DATA/lock               held while a process opens the folder
-DATA/sweep              held (shared) while blobs are written whose row comes after them, and (exclusive) by a sweep
+DATA/sweep              held (shared) while blobs are written whose row comes after them, and (exclusive) by a sweep,
+                        which first waits (shared) for the sweep before it
 """
 
 from __future__ import annotations
