@@ -129,8 +129,9 @@ def test_a_round_of_devices_far_below_the_mean_samples_moves_less_and_does_not_m
         noise = np.linalg.norm(runs - mean, axis=1).mean()
         return float(mean @ change / (change @ change)), float(noise / np.linalg.norm(change))
 
-    (equal, usual), (least, noise) = moved(8, 8), moved(8, 8000)
+    (equal, usual), (few, _), (least, noise) = moved(8, 8), moved(8, 100), moved(8, 8000)
     assert equal == pytest.approx(1, abs=0.1)
+    assert few == pytest.approx(1, abs=0.2)  # a ninth of the mean: so small are most devices beside one large one
     assert least == pytest.approx(8 / (5336 * LEAST), abs=0.01)
     assert noise < usual
 
