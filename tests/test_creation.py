@@ -263,8 +263,11 @@ def test_what_a_sweep_set_aside_before_it_was_killed_is_removed_at_the_next_star
         store.sweep()
     assert len(stored(tmp_path / "data")) == 1
     store.close()
+    foreign = tmp_path / "data" / "blobs" / "incoming" / "backup"
+    foreign.mkdir()
+    (foreign / "mine").touch()
     open_store(tmp_path / "data").close()
-    assert stored(tmp_path / "data") == set()
+    assert stored(tmp_path / "data") == {"incoming/backup/mine"}
 
 
 def test_a_deletion_beside_another_sweep_is_swept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

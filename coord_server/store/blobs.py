@@ -27,6 +27,7 @@ log = logging.getLogger("maskfleet")
 
 CHUNK = 1 << 20  # bytes read at a time when a blob is streamed
 INCOMING = "incoming"
+DROPPED = ".dropped"  # ends the name of a shelf in INCOMING that waits for its removal
 
 
 @contextmanager
@@ -132,9 +133,9 @@ class FolderBlobs:
             os.chmod(root, 0o700)
             (root / INCOMING).mkdir(mode=0o700, exist_ok=True)
             for path in (root / INCOMING).iterdir():
-                if path.is_dir():
+                if path.suffix == DROPPED:
                     self.remove(path)
-                else:
+                elif path.is_file():
                     _sweep(path)
 
     def temporary(self) -> Path:
@@ -225,7 +226,7 @@ class FolderBlobs:
         So one shelf that cannot be moved keeps no sweep from the others.
         """
         self._named.discard(self._root / shelf)
-        aside = self.temporary()
+        aside = self.temporary().with_suffix(DROPPED)
         try:
             os.rename(self._root / shelf, aside)
         except FileNotFoundError:  # there is none, or another process was quicker

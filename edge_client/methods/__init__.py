@@ -97,8 +97,8 @@ class Method(BaseModel):
     that stays): they are reported apart from the rounds' bytes. `search` has the few settings that `maskfleet tune`
     searches. `drawn` and `trained` hold the defaults that depend on the bundle, as attributes named like the settings:
     for weights that a seed draws, and for weights from a file. `rival` names the method whose score this one should
-    reach; a simulation of both names a method that does not. `revision` is raised with a change after which the settings
-    of a stored result give other bytes or another model: results of an earlier one are run again.
+    reach; a simulation of both names a method that does not. `revision` is raised with a change after which the
+    settings of a stored result give other bytes or another model: results of an earlier one are run again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
