@@ -11,6 +11,7 @@ from pathlib import Path
 from coord_server import warm
 from coord_server.problems import Refusal
 from coord_server.store import Store
+from coord_server.store.blobs import bundle_shelf
 from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
 from edge_client.bundle import digest as sha256_of
 from edge_client.errors import BundleError, StorageDamagedError
@@ -18,11 +19,6 @@ from edge_client.protocol.operator import BundleReceipt, BundleSummary
 
 NAMED = 5  # federations that a refusal names
 MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
-
-
-def bundle_shelf(digest: str) -> str:
-    """Where a bundle's manifest and parts lie."""
-    return f"bundles/{digest}"
 
 
 def read_manifest(store: Store, digest: str) -> Manifest:

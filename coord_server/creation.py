@@ -12,7 +12,7 @@ from coord_server.bundles import Bundles, load_model, read_manifest
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from coord_server.store import Store
-from coord_server.store.blobs import federation_shelf
+from coord_server.store.blobs import BUNDLES, INCOMING, federation_shelf
 from coord_server.store.values import put
 from coord_server.warm import Derived
 from edge_client.backends import check_parts, installed
@@ -23,7 +23,7 @@ from edge_client.task import Course
 
 log = logging.getLogger("maskfleet")
 
-RESERVED = ("bundles", "incoming")  # names that mean something else in the blob store
+RESERVED = (BUNDLES, INCOMING)  # names that mean something else in the blob store
 
 
 def taken(name: str) -> Refusal:

@@ -23,12 +23,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from coord_server.bundles import bundle_shelf, read_manifest
+from coord_server.bundles import read_manifest
 from coord_server.live.devices import damaged, not_enrolled
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from coord_server.store import Store
-from coord_server.store.blobs import federation_shelf
+from coord_server.store.blobs import bundle_shelf, federation_shelf
 from coord_server.store.values import read
 from edge_client.bundle import MANIFEST, WEIGHTS, digest
 from edge_client.errors import StateError, StorageDamagedError

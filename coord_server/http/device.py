@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import BaseModel
 
-from coord_server.bundles import bundle_shelf
 from coord_server.http import blobs, bodies, head
 from coord_server.http.access import BundleDigest, Caller, Calling, Reading, RoundNumber, Served
 from coord_server.http.openapi import BYTES, MANIFEST_SCHEMA, documented_query
 from coord_server.http.problems import documented
 from coord_server.problems import Refusal
+from coord_server.store.blobs import bundle_shelf
 from edge_client.errors import PayloadError, StateError
 from edge_client.protocol.cost import from_header
 from edge_client.protocol.messages import Enrol, Enrolled, Failure, Name, Receipt, Report, Sha256, Wait, Work

@@ -27,8 +27,8 @@ from uuid import uuid4
 from sqlalchemy import URL
 
 from coord_server.auth import OPERATOR_FILE
-from coord_server.store.blobs import INCOMING, FolderBlobs, disk, owner
-from coord_server.store.metadata import BUNDLES, Metadata
+from coord_server.store.blobs import BUNDLES, INCOMING, FolderBlobs, bundle_shelf, disk, owner
+from coord_server.store.metadata import Metadata
 from edge_client.errors import MaskfleetError, StateError, StorageDamagedError
 from edge_client.files import make_folder, sync_folder, write_whole
 
@@ -84,9 +84,7 @@ class Store:
     def _unnamed(self) -> Iterator[str]:
         """The shelves of bundles and federations that the database knows to be gone."""
         gone, known = self.metadata.deleted(), self.metadata.known()
-        for digest in self.blobs.shelves(BUNDLES):
-            if f"{BUNDLES}/{digest}" in gone:
-                yield f"{BUNDLES}/{digest}"
+        yield from (shelf for shelf in map(bundle_shelf, self.blobs.shelves(BUNDLES)) if shelf in gone)
         for shelf in self.blobs.shelves(""):
             name, first = owner(shelf)
             here = name in known and known[name].first == first

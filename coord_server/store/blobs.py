@@ -26,7 +26,7 @@ from edge_client.files import FULL, make_folder, sync_folder
 log = logging.getLogger("maskfleet")
 
 CHUNK = 1 << 20  # bytes read at a time when a blob is streamed
-INCOMING = "incoming"
+INCOMING, BUNDLES = "incoming", "bundles"
 DROPPED = ".dropped"  # ends the name of a shelf in INCOMING that waits for its removal
 
 
@@ -40,6 +40,11 @@ def disk(what: str) -> Iterator[None]:
         if error.errno in FULL:
             raise StorageFullError(f"{what}: {reason}; free space on the coordinator's disk") from None
         raise StorageUnreachableError(f"{what}: {reason}; repair the coordinator's disk") from None
+
+
+def bundle_shelf(digest: str) -> str:
+    """Where a bundle's manifest and parts lie."""
+    return f"{BUNDLES}/{digest}"
 
 
 def federation_shelf(id_: str, first: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from sqlalchemy import URL, Connection, Select, bindparam, delete, func, insert, literal, select, tuple_, update
 
 from coord_server.problems import Refusal
+from coord_server.store.blobs import BUNDLES, bundle_shelf
 from coord_server.store.database import Database
 from coord_server.store.rows import LAST_SEEN, MINE, Rows, mark_deleted, of
 from coord_server.store.tables import (
@@ -38,7 +39,6 @@ from edge_client.protocol.messages import MAX_ROUNDS
 from edge_client.protocol.operator import DeviceState
 from edge_client.protocol.patterns import TOKEN_DIGITS
 
-BUNDLES = "bundles"  # what a transaction that writes to bundles names; one that writes to a federation names its id
 Enrolment = Literal["new", "again", "removed", "name-taken", "credential-taken", "spent"]
 
 # Built once: building a statement costs more than running it.
@@ -101,7 +101,7 @@ class Metadata:
         """Blobs of this bundle are about to be written; a sweep may drop them until `add_bundle`."""
         with self.database.writing(BUNDLES) as c:
             if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
-                mark_deleted(c, f"{BUNDLES}/{digest}", 0)
+                mark_deleted(c, bundle_shelf(digest), 0)
 
     def add_bundle(self, digest: str, now: float) -> None:
         """Record a bundle whose manifest is a blob; repeating this is harmless."""
@@ -134,7 +134,7 @@ class Metadata:
                 return used
             if c.execute(delete(bundles).where(bundles.c.digest == digest)).rowcount != 1:
                 return None
-            mark_deleted(c, f"{BUNDLES}/{digest}", 0)
+            mark_deleted(c, bundle_shelf(digest), 0)
             return []
 
     def deleted(self) -> dict[str, int]:
@@ -381,6 +381,6 @@ class Metadata:
 
 def _add_bundle(c: Connection, digest: str, now: float) -> None:
     """Record a bundle, unless it is recorded."""
-    c.execute(delete(deleted).where(deleted.c.what == f"{BUNDLES}/{digest}"))
+    c.execute(delete(deleted).where(deleted.c.what == bundle_shelf(digest)))
     if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
         c.execute(insert(bundles).values(digest=digest, added_at=now))
