@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy_mlp import clusters, mlp
+from references import Descent
 from rounds import Rounds
 
 from edge_client.errors import LostError
@@ -30,12 +31,11 @@ Rng = np.random.Generator
 
 def sgd(task: Task, method: Any, start: Any, pull: float = 0.0, decay: float = 0.0, live: Any = 1.0) -> Any:
     """Local SGD with momentum on the loss plus the proximal term around `start` and the decay, where `live` is 1."""
-    w, speed, buffers = start.astype(np.float64), np.zeros(M.d), np.zeros(0, np.float32)
+    w, buffers = Descent(start, method.learning_rate(task.assignment.model), method.momentum), np.zeros(0, np.float32)
     for batch in task.batches(method.epochs, method.batch):
-        g = task.trainer.gradient(w.astype(np.float32), buffers, batch.x, batch.y).parameters
-        speed = method.momentum * speed + live * (g + pull * (w - start) + decay * w)
-        w = w - method.learning_rate(task.assignment.model) * speed
-    return w
+        g = task.trainer.gradient(w.at.astype(np.float32), buffers, batch.x, batch.y).parameters
+        w.step(live * (g + pull * (w.at - start) + decay * w.at))
+    return w.at
 
 
 def lamp(theta: Any, among: Any, keep: int) -> Any:

@@ -15,6 +15,7 @@ import pytest
 from edge_kernels import bits, counter
 from numpy.typing import NDArray
 from numpy_mlp import NumpyMlp, clusters, mlp, secret
+from references import Descent
 from rounds import Rounds
 
 from edge_client.bundle import Bits, Model, generate
@@ -90,12 +91,11 @@ class Reference:
         return NumpyMlp(M).gradient(values.astype(np.float32), np.zeros(0, np.float32), x, y).parameters.astype(float)
 
     def probe(self, fleet: Rounds, device: str, round_: int) -> Values:
-        values, speed = self.bundle.copy(), np.zeros(len(HEAD))
-        values[HEAD] = self.head
+        values, head = self.bundle.copy(), Descent(self.head, self.s["probe_lr"], self.s["probe_momentum"])
         for _, x, y in self.batches(fleet, device, round_, self.s["probe_epochs"], "probe"):
-            speed = self.s["probe_momentum"] * speed + self.gradient(values, x, y)[HEAD]
-            values[HEAD] -= self.s["probe_lr"] * speed
-        return values[HEAD]
+            values[HEAD] = head.at
+            head.step(self.gradient(values, x, y)[HEAD])
+        return head.at
 
     def train(self, fleet: Rounds, device: str, round_: int, adam: Any) -> Values:
         """theta_k."""
