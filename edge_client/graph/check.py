@@ -4,7 +4,7 @@ A device runs graphs that its coordinator sends. They may compute, and nothing e
 through external data, and only operators of ONNX itself run, without loops, branches and chance. What a graph takes is
 bounded by its file and by a device's own samples: every tensor's size is inferred for one large batch and has a limit,
 stored tensors are no larger than the file, and a `Scan`, which `edge_export` writes for recurrent layers, has at most
-at most 16 steps more than a sample has values.
+16 steps more than a sample has values.
 
 Inference itself could be made to take any memory or time, so it runs in a process of its own, with limits on both.
 """
