@@ -422,10 +422,14 @@ def test_of_those_who_enrol_at_once_each_gets_its_own_answer(tmp_path: Path) -> 
 
 @EACH
 def test_what_is_made_at_once_is_made_once(tmp_path: Path) -> None:
-    url = databases.url_of(tmp_path) or f"sqlite:///{tmp_path / 'x.db'}"
-    for made in at_once(*[lambda: Metadata(url)] * 4):
-        made.close()
-    data, bundle = Metadata(url), "d" * 64
+    url = databases.url_of(tmp_path)
+
+    def made() -> Metadata:  # SQLite makes a database for one at a time; `open_store` sees to that
+        return Metadata(url) if url else open_store(tmp_path / "data").metadata
+
+    for one in at_once(*[made] * 4):
+        one.close()
+    data, bundle = made(), "d" * 64
     at_once(*[lambda: data.add_bundle(bundle, 1.0)] * 6)
     assert sorted(at_once(*[lambda: data.add_federation(*ROW)] * 6)) == ["added"] + ["taken"] * 5
     data.close()
