@@ -130,7 +130,7 @@ def check_update(method: Method, a: Assignment, state: Any, record: Any, data: b
 
 def update_limit(method: Method, course: Course) -> int:
     """The most bytes a whole update may have, header included."""
-    return method.update_limit(course.model) + payload.HEADER_BYTES
+    return method.update_limit(course) + payload.HEADER_BYTES
 
 
 # --- a round
@@ -233,7 +233,7 @@ def _fold(
 
 
 def _round(method: Method, course: Course, round_: int, tally: _Tally, skipped: Sequence[str]) -> Round:
-    figures, exchanged = tally.figures, method.exchanged(course.model) * len(tally.devices)
+    figures, exchanged = tally.figures, method.exchanged(course) * len(tally.devices)
     weights, samples = [f.test_samples for f in figures], [f.samples for f in figures]
     return Round(
         round=round_,

@@ -110,7 +110,7 @@ class LatticeFleet:
             self.kept[d] = stored(self.local[d].kept)
             sent = decode(encode(self.change(d, self.local[d].update)))
             if len(sent.arrays.get(MOVES, sent.arrays)) < 4 * self.m.d:
-                assert sum(x.nbytes for x in sent.arrays.values()) <= self.method.update_limit(t.assignment.model)
+                assert sum(x.nbytes for x in sent.arrays.values()) <= self.method.update_limit(t.assignment.course)
             update = self.method.read_update(t.assignment, self.state, self.records.get(d), sent)
             if gain is not None:
                 update = replace(update, gain=gain[d] if isinstance(gain, Mapping) else gain)

@@ -35,7 +35,7 @@ class MaskFleet(Rounds):
     @property
     def masks(self) -> dict[str, Bits]:
         """By device, the mask that the server read last."""
-        size = self.method.exchanged(self.course.model)
+        size = self.method.exchanged(self.course)
         return {d: bits.unpack(read, size) for d, read in self.read.items() if not isinstance(read, HeadUpdate)}
 
     def theta(self) -> NDArray[np.float64]:

@@ -38,7 +38,10 @@ class Signs:
             self.sure = np.concatenate([s / s.max() for s in sizes])
         else:
             key = counter.key(fleet.course.seed, "hidenseek", "first latents")
-            self.size, self.sure = np.concatenate(sizes), counter.uniform(key, len(self.masked))
+            every = [places(fleet.m, n) for layer in fleet.m.layers[:-1] for n in layer.weights]
+            drawn = np.zeros(fleet.m.d)
+            drawn[np.concatenate(every)] = counter.uniform(key, sum(map(len, every)))
+            self.size, self.sure = np.concatenate(sizes), drawn[self.inside][self.masked]
         hidden = {n for layer in self.m.layers[:-1] for n in layer.weights}
         rest = [t.name for t in self.m.parameters if t.name not in hidden]
         own = rest if method.biases == "local" else tensors(self.m.layers[-1])

@@ -147,7 +147,7 @@ class Rounds:
         done = local.run_round(self.method, task, kept, self.down[device], read=read)
         self.kept[device] = self.reopened(done.kept)
         self.up[device] = decode(encode(done.update))
-        assert size(self.up[device]) <= self.method.update_limit(self.course.model)
+        assert size(self.up[device]) <= self.method.update_limit(self.course)
         self.local[device] = Local(
             self.kept[device], split_metrics(self.up[device])[0], done.trained, done.metrics.loss
         )

@@ -27,17 +27,17 @@ from edge_client.training.gates import draw, sigmoid
 
 
 def test_all_but_the_head_is_masked_and_layers_choose_by_prefix() -> None:
-    assert FedPM().exchanged(model(M)) == MASKED
-    assert FedPM(biases=True).exchanged(model(M)) == MASKED + 16 + 12
-    assert FedPM(head="mask").exchanged(model(M)) == MASKED + 12 * 3
-    assert FedPM(layers=("1",)).exchanged(model(M)) == 16 * 12
+    assert FedPM().exchanged(course(M)) == MASKED
+    assert FedPM(biases=True).exchanged(course(M)) == MASKED + 16 + 12
+    assert FedPM(head="mask").exchanged(course(M)) == MASKED + 12 * 3
+    assert FedPM(layers=("1",)).exchanged(course(M)) == 16 * 12
     assert FedPM().probed(model(M)).size == 12 * 3 + 3
 
 
 @pytest.mark.parametrize("layers", [("9",), ("2",), ("0", "nothing")])
 def test_a_layer_that_is_not_there_to_mask_is_refused(layers: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="the layers that can be masked are"):
-        FedPM(layers=layers).exchanged(model(M))
+        FedPM(layers=layers).exchanged(course(M))
 
 
 @pytest.mark.parametrize("kind", [FedPM, DeltaMask, Coupled])

@@ -15,6 +15,7 @@ from edge_client.errors import ConfigError, PayloadError
 from edge_client.methods import make_method
 from edge_client.methods.bnn import BnnFedAvg
 from edge_client.methods.shared import signs
+from edge_client.methods.shared.network import network
 from edge_client.protocol.payload import Payload
 from edge_client.task import Assignment
 from edge_client.training.gates import ClippedSign
@@ -37,7 +38,7 @@ def test_a_weight_is_a_sign_times_the_root_mean_square_of_its_tensor() -> None:
 def test_a_tensor_of_zeros_begins_undecided_and_trains() -> None:
     m = grouped(mlp(2, 2, 2, bias=False))
     t = fixed_task(m, np.ones(8), [0, 0, 0, 0, 7, 7, 7, 7])
-    assert BnnFedAvg().sureness(t.assignment.course).tolist() == [0] * 4
+    assert BnnFedAvg().sureness(network(t.assignment.course, None)).tolist() == [0] * 4
     assert np.isfinite(first(BnnFedAvg(epochs=1, restart="latent"), t).kept.latents).all()
 
 
@@ -93,8 +94,8 @@ def test_only_signs_travel_and_late_devices_need_no_history(down: Any) -> None:
     del fleet.kept["b"]
     fleet.play("b", "z")
     assert fleet.took_part == ["b", "z"]
-    assert fleet.method.exchanged(model(M)) == MASKED
-    assert fleet.method.paper_bytes(model(M)) == (MASKED, MASKED)
+    assert fleet.method.exchanged(fleet.course) == MASKED
+    assert fleet.method.paper_bytes(fleet.course) == (MASKED, MASKED)
     due = 2 * fleet.state.plus.astype(int) >= fleet.state.votes
     assert np.array_equal(signs_of(fleet.method, model(M), fleet.personal("new")) > 0, due)
 

@@ -108,7 +108,7 @@ def test_units_travel_once_for_each_choice_and_the_rest_is_live_float32() -> Non
         assert down.arrays["parameters"].nbytes == 4 * chosen(fleet.state).places.size == 4 * parameters_with(M, [5, 4])
         assert fleet.audience("a") == ("new" if round_ == 1 else chosen_of(record).digest)
         fleet.play("a", "b")
-    up, down_bytes = method.paper_bytes(C.model)
+    up, down_bytes = method.paper_bytes(C)
     share = parameters_with(M, [5, 4]) / M.d
     entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share))
     assert up == down_bytes == 4 * parameters_with(M, [5, 4]) + np.ceil(M.d * entropy / 16)

@@ -174,8 +174,8 @@ def test_an_lstm_masks_three_gates_and_sends_the_output_gate_as_floats() -> None
     assert division.real.gather(np.arange(52)).tolist() == [*range(18, 24), *range(24 + 12, 40)]
     assert [b.shape for b in division.masked.blocks] == [(2, 3)] * 3 + [(2, 2)] * 3 + [(2, 2)]
     assert division.local.gather(np.arange(52)).tolist() == [*range(40, 48)]
-    assert FedMask(prune_layers=1).exchanged(model(lstm())) == 34 + 10
-    assert FedMask(prune_layers=1).paper_bytes(model(lstm())) == (5 + 40, 5 + 40)
+    assert FedMask(prune_layers=1).exchanged(course(lstm())) == 34 + 10
+    assert FedMask(prune_layers=1).paper_bytes(course(lstm())) == (5 + 40, 5 + 40)
 
 
 def test_an_lstm_is_pruned_as_one_layer_and_not_gate_by_gate() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from edge_kernels.codecs import values
 from numpy.typing import NDArray
-from numpy_mlp import NumpyMlp, grouped, model
+from numpy_mlp import NumpyMlp, course, grouped, model
 from rounds import M, Rounds
 
 from edge_client.bundle import F32, Manifest
@@ -113,7 +113,7 @@ def test_what_a_device_sends_for_frozen_values_is_dropped(config: dict[str, Any]
 @pytest.mark.parametrize("name", ["fedmask", "signed", "bnn", "fedpm", "coupled", "deltamask"])
 def test_what_is_frozen_has_no_mask(name: str) -> None:
     method, free = make_method({"name": name}), frozen()
-    whole, without = (method.exchanged(model(m)) for m in (free, frozen("0.w")))
+    whole, without = (method.exchanged(course(m)) for m in (free, frozen("0.w")))
     assert whole - without == free.tensors["0.w"].size
     for head in ("local", "masked") if isinstance(method, FedMask) else ():
         assert make_method({"name": name, "head": head}).start(Rounds(method, frozen("0.w")).course)

@@ -194,8 +194,8 @@ def test_bits_take_one_bit_a_sign_both_ways() -> None:
     fleet.play("a")
     assert fleet.up["a"].arrays["changes.bits"].nbytes == bits.size(MASKED)
     assert fleet.ask("a").arrays["changes.bits"].nbytes == bits.size(MASKED)
-    assert fleet.method.exchanged(model(M)) == MASKED
-    assert fleet.method.paper_bytes(model(M)) == (MASKED, MASKED)
+    assert fleet.method.exchanged(fleet.course) == MASKED
+    assert fleet.method.paper_bytes(fleet.course) == (MASKED, MASKED)
 
 
 @pytest.mark.parametrize("down", DOWNS)
@@ -272,7 +272,7 @@ def test_what_was_pruned_is_zero_and_no_sign_of_it_travels() -> None:
     assert sum(size.values()) == round(0.6 * 13)
     due = 6 * size["0"] + size["0"] * size["1"]
     assert fleet.up["a"].arrays["changes.bits"].nbytes == bits.size(due)
-    assert fleet.method.exchanged(model(M)) == due
+    assert fleet.method.exchanged(fleet.course) == due
     for made in (fleet.local["a"].trained, fleet.personal("a")):
         rows = made.parameters[M.tensors["0.w"].span].reshape(8, 6)
         assert np.flatnonzero(rows.any(axis=1)).tolist() == kept["0"].tolist()
@@ -314,11 +314,29 @@ def test_training_the_smaller_network_is_training_the_whole_one_with_zeros() -> 
     assert np.allclose(found.parameters, whole.parameters[n.parameters])
 
 
+@pytest.mark.parametrize("seed", [3, 4])
+def test_synflow_sees_the_weights_times_their_first_latents_and_a_unit_that_stays_keeps_its_own(seed: int) -> None:
+    """Two layers of eight and five units; all numbers are drawn before the pruning, as in the paper."""
+    c, method = replace(course(M), seed=seed), HideNseek(keep=0.6)
+    uniform = counter.uniform(counter.key(seed, "hidenseek", "first latents"), MASKED)
+    values = {name: np.abs(model(M).parameters[t.span].reshape(t.shape)) for name, t in M.tensors.items()}
+    first, second = uniform[:48].reshape(8, 6), uniform[48:].reshape(5, 8)
+    seen = {**values, "0.w": values["0.w"] * first, "1.w": values["1.w"] * second}
+    due = synflow.prune(seen, ["0.w", "1.w", "2.w"], M.groups, {"0", "1"}, 0.6)
+    units = method.prune(c)
+    assert {k: v.tolist() for k, v in units.channels.items()} == {k: v.tolist() for k, v in due.items()}
+    assert {k: v.tolist() for k, v in due.items()} != {
+        k: v.tolist() for k, v in synflow.prune(values, ["0.w", "1.w", "2.w"], M.groups, {"0", "1"}, 0.6).items()
+    }
+    left = [first[due["0"]].ravel(), second[np.ix_(due["1"], due["0"])].ravel()]
+    assert method.sureness(network(c, units.packed)) == pytest.approx(np.concatenate(left), rel=1e-6)
+
+
 def test_the_first_latents_are_those_of_the_federations_seed() -> None:
     c, method = course(M), HideNseek()
     uniform = counter.uniform(counter.key(9, "hidenseek", "first latents"), MASKED)
-    assert method.sureness(replace(c, seed=9)) == pytest.approx(uniform, rel=1e-6)
-    assert not np.array_equal(method.sureness(replace(c, seed=9)), method.sureness(c))
+    assert method.sureness(network(replace(c, seed=9), None)) == pytest.approx(uniform, rel=1e-6)
+    assert not np.array_equal(method.sureness(network(replace(c, seed=9), None)), method.sureness(network(c, None)))
 
 
 @pytest.mark.parametrize("method", [HideNseek(keep=1, epochs=1, batch=64), BnnFedAvg(epochs=1, batch=64)])
@@ -337,9 +355,9 @@ def test_batch_norm_statistics_follow_the_training_and_stay_on_the_device(method
 def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
     m = M.model_copy(update={"groups": tuple(replace(g, name=f"{g.name}.units") for g in M.groups)})
     for name in ("1.units", "1."):
-        found = HideNseek(keep=0.5, prune_layers=(name,)).prune(model(m))
+        found = HideNseek(keep=0.5, prune_layers=(name,)).prune(course(m))
         assert {k: len(v) for k, v in found.channels.items()} == {"0.units": 8, "1.units": 2}
-    assert HideNseek(keep=1).prune(model(M)).alive.all()
+    assert HideNseek(keep=1).prune(course(M)).alive.all()
     with pytest.raises(ConfigError, match=r"none of the channel groups \['0', '1'\]"):
         HideNseek(prune_layers=("conv",)).start(course(M))
     with pytest.raises(ConfigError, match=r"has no channel groups, so no unit can be pruned; set keep = 1"):
@@ -358,7 +376,7 @@ def test_only_the_layers_named_are_pruned_by_name_or_beginning() -> None:
     HideNseek(keep=1).start(course(mlp(6, 5, 3)))
 
 
-def test_the_pruning_runs_once_a_model_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pruning_runs_once_a_federation_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[float] = []
     prune = synflow.prune
 
@@ -367,13 +385,13 @@ def test_the_pruning_runs_once_a_model_however_often_it_is_asked_for(monkeypatch
         return prune(*given)
 
     monkeypatch.setattr(synflow, "prune", counted)
-    net = model(M)
+    c = course(M)
     for keep in (0.6, 0.6, 0.5):
         method = HideNseek(keep=keep)
-        assert method.paper_bytes(net) == (method.exchanged(net),) * 2
+        assert method.paper_bytes(c) == (method.exchanged(c),) * 2
     assert runs == [0.6, 0.5]
-    assert np.array_equal(HideNseek(keep=0.6).prune(model(M)).alive, HideNseek(keep=0.6).prune(net).alive)
-    assert runs == [0.6, 0.5, 0.6]  # another model of the same values
+    assert np.array_equal(HideNseek(keep=0.6).prune(course(M)).alive, HideNseek(keep=0.6).prune(c).alive)
+    assert runs == [0.6, 0.5, 0.6]  # another course of the same values
 
 
 def test_where_every_unit_stays_the_whole_network_is_trained_and_the_units_still_travel() -> None:
@@ -387,15 +405,19 @@ def test_where_every_unit_stays_the_whole_network_is_trained_and_the_units_still
 def test_channels_go_in_as_many_steps_as_iterations_says() -> None:
     """Of seven units three stay. Unit 0 of layer "1" reads unit 0 of layer "0", its unit 1 the four others.
 
+    The weights here are those times the first latents.
+
     At first the flows are 4; 1, .9, .8, .7 in layer "0" and 4; 3.4 in layer "1". In one step the largest three stay,
     and unit 1 of layer "1" has no input left. In steps of one unit at most its inputs go first, and its flow with them.
     """
     m = grouped(mlp(1, 5, 2, 2, bias=False))
     weights = [4, 1, 0.9, 0.8, 0.7, *(1, 0, 0, 0, 0), *(0, 1, 1, 1, 1), *(1, 1), *(0, 0)]
-    net = Model(m, np.array(weights, np.float32), np.zeros(0, np.float32))
+    uniform = counter.uniform(counter.key(3, "hidenseek", "first latents"), 5 + 10)
+    net = Model(m, (weights / np.append(uniform, np.ones(4))).astype(np.float32), np.zeros(0, np.float32))
+    c = replace(course(m), model=net)
 
     def stay(iterations: int) -> dict[str, list[int]]:
-        return {k: v.tolist() for k, v in HideNseek(keep=3 / 7, iterations=iterations).prune(net).channels.items()}
+        return {k: v.tolist() for k, v in HideNseek(keep=3 / 7, iterations=iterations).prune(c).channels.items()}
 
     assert stay(1) == {"0": [0], "1": [0, 1]}
     assert stay(20) == {"0": [0, 1], "1": [0]}
@@ -422,7 +444,7 @@ def test_a_malformed_update_is_refused_in_words(down: Any) -> None:
     read(good)
     data = good.arrays["changes.auto"]
     wrong: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"changes.auto": data[:3]}, {}),
+        ({"changes.auto": data[:1]}, {}),
         ({"changes.auto": data.astype(np.float32)}, {}),
         ({"head": np.zeros(3, np.float32)}, {}),
         ({}, {"samples": 0}),

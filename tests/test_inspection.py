@@ -133,7 +133,7 @@ def play(config: dict[str, Any], rounds: int = 3, m: Manifest = SMALL) -> Rounds
 
 
 def exchanged(run: Rounds) -> int:
-    return run.method.exchanged(run.course.model)
+    return run.method.exchanged(run.course)
 
 
 @pytest.fixture

@@ -82,8 +82,8 @@ def test_the_servers_body_stays_that_of_the_first_phase_for_devices_that_join_la
 def test_without_a_first_phase_the_bodies_start_from_the_bundle() -> None:
     f = fleet(0, global_rounds=0)
     assert np.array_equal(f.receive("a").parameters, f.course.model.parameters)
-    assert f.method.exchanged(f.course.model) == M.d - HEAD.start
-    assert fleet(0).method.exchanged(f.course.model) == M.d
+    assert f.method.exchanged(f.course) == M.d - HEAD.start
+    assert fleet(0).method.exchanged(f.course) == M.d
 
 
 def test_batch_norm_statistics_are_averaged_in_the_first_phase_and_stay_on_the_device_in_the_second() -> None:

@@ -28,7 +28,7 @@ def test_only_the_head_travels_and_moves() -> None:
     assert (model[:-HEAD] == fleet.course.model.parameters[:-HEAD]).all()
     assert (model[-HEAD:] == fleet.state.head).all()
     assert fleet.score("a", "b") > before + 0.2
-    assert fleet.method.exchanged(fleet.course.model) == HEAD
+    assert fleet.method.exchanged(fleet.course) == HEAD
 
 
 def test_a_federation_of_one_device_is_local_training_of_the_head() -> None:

@@ -87,7 +87,7 @@ def test_a_signal_without_a_direction_moves_theta_inwards_where_steps_outwards_a
     """The figures of docs/methods/deltamask.md."""
     method = DeltaMask(theta0=theta0, aggregate=how, layers=("0", "1"))
     rng, c = np.random.default_rng(0), replace(course(mlp(100, 100, 100, 3, bias=False)), cohort=10)
-    n = method.exchanged(c.model)
+    n = method.exchanged(c)
     posterior = Posterior(np.zeros(n, np.uint32), 0)
     for round_ in range(1, 26):
         theta = method.theta(c, posterior)
@@ -115,8 +115,7 @@ def test_a_filter_by_differences_is_cautioned_against_and_is_the_default_elsewhe
 def test_theta_moves_by_the_mean_of_mask_less_reference() -> None:
     fleet = MaskFleet(Coupled(lr=0.5), TRAINED)
     fleet.play(*DEVICES)
-    m = model(TRAINED)
-    net = np.zeros(fleet.method.exchanged(m), np.int64)
+    net = np.zeros(fleet.method.exchanged(fleet.course), np.int64)
     for d in DEVICES:
         a = assignment(TRAINED, d, 1)
         u = _uniforms(fleet, a)
@@ -142,7 +141,7 @@ def test_the_steps_of_theta_reach_both_ends_and_each_step_inwards_moves_it(
 def _uniforms(fleet: MaskFleet, a: Assignment) -> NDArray[np.float64]:
 
     assert isinstance(fleet.method, Coupled)
-    return counter.uniform(fleet.method.stream(a), fleet.method.exchanged(a.model))
+    return counter.uniform(fleet.method.stream(a), fleet.method.exchanged(a.course))
 
 
 @settings(max_examples=15, deadline=None)

@@ -105,7 +105,7 @@ def test_fedavg_is_the_mean_weighted_by_samples() -> None:
 def test_fedavg_sends_everything_both_ways_in_32_bits_to_one_audience() -> None:
     down, local = one_round(FedAvg())
     assert down.arrays["parameters"].nbytes == local.update.arrays["parameters"].nbytes == 4 * M.d
-    assert FedAvg().update_limit(course(M).model) == sum(a.nbytes for a in local.update.arrays.values())
+    assert FedAvg().update_limit(course(M)) == sum(a.nbytes for a in local.update.arrays.values())
     assert local.kept is None
     assert FedAvg().audience(course(M), 1, None) == ALL
 
@@ -301,7 +301,7 @@ def test_a_codec_carries_the_change_up_and_the_model_down(up: str, down: str) ->
     names = {"change" if up == "float32" else f"change.{up}", "buffers"}
     assert set(local.update.arrays) == names
     assert set(sent.arrays) == {"parameters" if down == "float32" else f"parameters.{down}", "buffers"}
-    assert size(local.update) <= fleet.method.update_limit(fleet.course.model)
+    assert size(local.update) <= fleet.method.update_limit(fleet.course)
     moved = local.trained.parameters - received
     step = {"float32": 1e-7, "float16": 1e-3, "stochastic8": 1 / 127, "eden:4": 0.2}
     assert np.abs(fleet.state.parameters - before - moved).max() <= 2 * step[up] * np.abs(moved).max()

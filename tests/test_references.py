@@ -98,7 +98,7 @@ def test_signed_is_fedmask_with_signs(seed: int) -> None:
 def test_hidenseek_is_what_its_page_says_after_its_pruning(seed: int) -> None:
     method: Any = drawn("hidenseek", seed, {**SIGNS, "keep": (0.5, 0.8), "prune_layers": ([], ["1"])})
     played = fleet(method, grouped(mlp(5, 9, 8, 3)), seed)
-    rehearse(played, Signs(played, method, method.prune(played.course.model).channels), ROUNDS, seed)
+    rehearse(played, Signs(played, method, method.prune(played.course).channels), ROUNDS, seed)
 
 
 @pytest.mark.parametrize("seed", range(12))

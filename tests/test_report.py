@@ -12,7 +12,7 @@ from edge_bench import advice, records, tables
 from edge_bench.federation.record import federation
 from edge_bench.simulation.record import simulated
 from lattice_fleet import NORMED
-from numpy_mlp import mlp, model
+from numpy_mlp import course, mlp, model
 from rich.console import Console
 
 from edge_client.methods import make_method
@@ -83,8 +83,9 @@ def test_the_best_round_is_the_one_whose_devices_score_most_after_training() -> 
     rows = [SimpleNamespace(record=r, everyone=None) for r in rounds]
     ends = {"final": None, "final_after": None, "start": None, "vain_bytes": 0, "kept_share": 1.0}
     digests = {"state_sha256": "", "personal_sha256": ""}
-    result: Any = SimpleNamespace(method=make_method({"name": "fedavg"}), rows=rows, devices=4, **ends, **digests)
-    found = simulated(result, model(mlp(2, 2)))
+    method = make_method({"name": "fedavg"})
+    result: Any = SimpleNamespace(method=method, course=course(mlp(2, 2)), rows=rows, devices=4, **ends, **digests)
+    found = simulated(result)
     assert found["best_round"] == {"round": 2, "score_before": 0.5, "score_after": 0.9}
 
 

@@ -49,7 +49,7 @@ def test_one_bit_a_live_element_both_ways_and_the_head_stays() -> None:
     assert set(f.up["a"].arrays) == {"changes.bits"}
     assert f.up["a"].arrays["changes.bits"].nbytes == bits.size(LIVE)
     assert f.ask("a").arrays["changes.bits"].nbytes == bits.size(LIVE)
-    assert f.method.paper_bytes(f.course.model) == (LIVE, 88)  # a byte a sign
+    assert f.method.paper_bytes(f.course) == (LIVE, 88)  # a byte a sign
 
 
 def test_a_personal_model_has_the_averaged_signs_inside_the_devices_structure() -> None:

@@ -114,7 +114,7 @@ def test_a_simulation_ends_with_the_same_bits_as_real_processes_over_http(
             assert digest(real.state) == results[label].state_sha256
             assert real.scores() == results[label].final
             carried = sum(d.bytes_up + d.bytes_down for d in real.devices) / len(devices)
-            record = simulated(results[label], bundle.model())
+            record = simulated(results[label])
             measured = federation(real)
             assert record["bytes_per_device"] == carried == measured["bytes_per_device"]
             assert record["bytes_by_kind"] == measured["bytes_by_kind"]
@@ -137,8 +137,8 @@ def test_every_cohort_has_the_size_asked_for_and_methods_share_it(results: dict[
 
 
 def test_the_record_counts_what_was_carried(bundle: Bundle, results: dict[str, Simulated]) -> None:
-    model, d = bundle.model(), bundle.manifest.d
-    records = {label: simulated(r, model) for label, r in results.items()}
+    d = bundle.manifest.d
+    records = {label: simulated(r) for label, r in results.items()}
     json.dumps(records)
     fedavg = records["fedavg"]
     assert fedavg["bytes_by_kind"]["up"]["parameters"] == 3 * 2 * 4 * d
@@ -525,7 +525,7 @@ def test_scores_of_all_devices_between_the_rounds_change_nothing_of_a_run(
     assert len(third.devices) == 3
     in_vain = sum(third.traffic.down.values()) / 3  # the others received the same bytes
     assert looked.vain_bytes == plain.vain_bytes == in_vain
-    assert simulated(looked, bundle.model())["uncounted_bytes_per_device"] == {"up": 0, "down": in_vain / 4}
+    assert simulated(looked)["uncounted_bytes_per_device"] == {"up": 0, "down": in_vain / 4}
 
 
 def test_methods_run_at_their_defaults_and_a_plot_is_there_on_request(
@@ -604,11 +604,11 @@ def test_the_result_file_has_the_form_of_the_schema_and_makes_a_data_frame_in_a_
 def test_an_update_that_a_coordinator_would_refuse_as_too_large_ends_the_method(
     bundle: Bundle, devices: dict[str, DeviceData], results: dict[str, Simulated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = round(simulated(results["fedavg"], bundle.model())["bytes_up_per_device_round"])
+    size = round(simulated(results["fedavg"])["bytes_up_per_device_round"])
     one = config(methods={"fedavg": METHODS["fedavg"]}, rounds=1)
-    monkeypatch.setattr(FedAvg, "update_limit", lambda self, model: size - HEADER_BYTES)
+    monkeypatch.setattr(FedAvg, "update_limit", lambda self, course: size - HEADER_BYTES)
     assert set(run_all(one, bundle, devices)) == {"fedavg"}
-    monkeypatch.setattr(FedAvg, "update_limit", lambda self, model: size - HEADER_BYTES - 1)
+    monkeypatch.setattr(FedAvg, "update_limit", lambda self, course: size - HEADER_BYTES - 1)
     said = rf"in round 1 has {size} bytes, .* at most {size - 1} of 'fedavg'; choose settings that send less"
     with pytest.raises(ConfigError, match=said):
         run_all(one, bundle, devices)
@@ -619,8 +619,8 @@ def test_lattice_s_updates_are_within_their_limit_at_the_least_quantum() -> None
     wide = find_bundle("digits-wide")
     settings = {"quantum": least, "budget": 1}
     one = config(bundle="digits-wide", methods={"lattice": settings}, rounds=2, cohort=1, final_epochs=False)
-    (row, _) = run_all(one, wide, datasets.load(DIGITS, 5, wide.manifest))["lattice"].rows
-    assert row.record.traffic.up["moves"] < 0.75 * Lattice().update_limit(wide.model())
+    ended = run_all(one, wide, datasets.load(DIGITS, 5, wide.manifest))["lattice"]
+    assert ended.rows[0].record.traffic.up["moves"] < 0.75 * Lattice().update_limit(ended.course)
     with pytest.raises(ConfigError, match=rf"quantum = .*greater than or equal to {least}"):
         make_method({"name": "lattice", "quantum": least / 2})
 

@@ -9,7 +9,7 @@ import pytest
 from edge_kernels.codecs import sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_mlp import CountingSamples, clusters, counted, mlp, model
+from numpy_mlp import CountingSamples, clusters, counted, course, mlp, model
 from rounds import M, Rounds, size
 
 from edge_client.bundle import Init, Tensor
@@ -226,7 +226,7 @@ def test_the_papers_bytes_are_golomb_positions_and_a_sign() -> None:
     m = mlp(99, 100)  # d = 10,000
     gaps = np.arange(20_000)
     golomb = (0.01 * 0.99**gaps * (gaps // 64 + 1 + 6)).sum()  # the best Golomb parameter at p = 0.01 is 64
-    assert STC(keep=0.01).paper_bytes(model(m)) == (int(4 + 100 * (golomb + 1) / 8),) * 2
+    assert STC(keep=0.01).paper_bytes(course(m)) == (int(4 + 100 * (golomb + 1) / 8),) * 2
 
 
 def test_a_change_that_could_make_the_model_infinite_is_refused() -> None:

@@ -83,11 +83,11 @@ class Prox(Method):
             return Payload({"change": state.model - state.before})
         return Payload({"model": state.model})
 
-    def exchanged(self, model):
-        return model.manifest.d
+    def exchanged(self, course):
+        return course.model.manifest.d
 
-    def update_limit(self, model):
-        return 4 * model.manifest.d
+    def update_limit(self, course):
+        return 4 * course.model.manifest.d
 
     def read_update(self, a, state, record, payload):
         return payload.arrays["model"]

@@ -153,7 +153,7 @@ def test_settings_that_make_no_sense_are_refused(name: str, settings: dict[str, 
 def test_a_reflection_has_no_feedback() -> None:
     with pytest.raises(ConfigError, match="with dr a device sends a reflection"):
         made("fedmap", up="topk:0.1", feedback=True, dr={})
-    assert made("fedmap", up="eden:1", dr={}).update_limit(course(M).model) > 4 * M.d
+    assert made("fedmap", up="eden:1", dr={}).update_limit(course(M)) > 4 * M.d
 
 
 def test_the_mean_of_many_devices_changes_by_eden_is_the_change() -> None:
@@ -230,7 +230,7 @@ def test_a_change_that_makes_a_value_infinite_is_refused() -> None:
 
 
 def test_papers_count_the_values_of_top_k_without_their_places() -> None:
-    large = course(M).model
+    large = course(M)
     assert made("fedavg", up="topk:0.1").paper_bytes(large) == (4 * round(0.1 * M.d),) * 2
     parts = 4 * sum(max(1, round(0.1 * t.size)) for t in M.parameters)
     assert made("fedavg", up="topk:0.1", per_tensor=True).paper_bytes(large) == (parts, parts)

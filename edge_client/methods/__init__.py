@@ -156,16 +156,16 @@ class Method(BaseModel):
         return None
 
     @abstractmethod
-    def exchanged(self, model: Model) -> int:
+    def exchanged(self, course: Course) -> int:
         """Parameters the method exchanges: what bits per parameter are counted over."""
         ...
 
-    def paper_bytes(self, model: Model) -> tuple[int, int] | None:
+    def paper_bytes(self, course: Course) -> tuple[int, int] | None:
         """Bytes up and down per device and round as the method's paper counts them; None when it counts as we do."""
         return None
 
     @abstractmethod
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """The most bytes the arrays of an update may take together; more is refused unread."""
         ...
 

@@ -18,8 +18,8 @@ import numpy as np
 from pydantic import Field
 
 from edge_client.bundle import F32, Model
+from edge_client.methods.shared.network import Network
 from edge_client.methods.shared.signs import SignMasks
-from edge_client.task import Course
 from edge_client.training.gates import ClippedSign, Gate
 
 
@@ -37,9 +37,9 @@ class BnnFedAvg(SignMasks):
         rms = [np.sqrt(np.mean(np.square(model.parameters[b.span], dtype=np.float64))) for b in masked.blocks]
         return np.repeat(np.array(rms, np.float32), [b.size for b in masked.blocks])
 
-    def sureness(self, course: Course) -> F32:
+    def sureness(self, net: Network) -> F32:
         """The first weights as shares of the largest of their tensor: the latents begin as the real weights."""
-        blocks = [np.abs(course.model.parameters[b.span]) for b in self.parts(course.model).masked.blocks]
+        blocks = [np.abs(net.model.parameters[b.span]) for b in self.parts(net.model).masked.blocks]
         return np.concatenate([size / max(size.max(), np.float32(1e-30)) for size in blocks])
 
     def bound(self, latents: F32) -> None:

@@ -243,7 +243,7 @@ class Coupled(BernoulliMasks):
         """The downlink, with what the device kept. Raises LostError, PayloadError."""
         arrays, held = downlink.arrays, None if kept is None else kept.held
         head = self._head(a, held, downlink)
-        size = self.exchanged(a.model)
+        size = self.exchanged(a.course)
         with decoding(f"the downlink of round {a.round}"):
             if LONG in arrays or SHORT in arrays:
                 known = required(a, held, size)

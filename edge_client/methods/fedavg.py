@@ -139,21 +139,22 @@ class FedAvg(Coded):
             parameters = np.where(frozen(course.model.manifest), np.float32(0), parameters)
         return Payload({**packed("parameters", self.down, parameters, stream), "buffers": model.buffers})
 
-    def exchanged(self, model: Model) -> int:
-        return model.manifest.d
+    def exchanged(self, course: Course) -> int:
+        return course.model.manifest.d
 
-    def paper_bytes(self, model: Model) -> tuple[int, int] | None:
+    def paper_bytes(self, course: Course) -> tuple[int, int] | None:
         """Papers count Top-k's values without their places, and as many down."""
         name, _, fraction = self.up.partition(":")
         if name != "topk":
             return None
-        share, ends = float(fraction or 0.01), tensor_ends(model.manifest, self.per_tensor)  # 0.01: the codec's default
+        share = float(fraction or 0.01)  # the codec's default
+        ends = tensor_ends(course.model.manifest, self.per_tensor)
         size = 4 * sum(sparse.kept(int(n), share) for n in np.diff(ends, prepend=0))
         return size, size
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """Four bytes a parameter and a statistic; the slack of a codec."""
-        m = model.manifest
+        m = course.model.manifest
         return 4 * m.buffers_d + self.uplink.limit(m.d, len(self.uplink.ends(m)) or 1)
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:

@@ -127,12 +127,12 @@ class FedCode(LocalSgd):
             return Payload({"codebook": found.codebook})
         return Payload({"codebook": found.codebook, CLUSTERS: packed(found), "buffers": state.buffers})
 
-    def exchanged(self, model: Model) -> int:
-        return rest(model.manifest).size
+    def exchanged(self, course: Course) -> int:
+        return rest(course.model.manifest).size
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """A codebook, a statistic in four bytes, a cluster in little more than one."""
-        return 4 * (self.clusters + model.manifest.buffers_d) + 2 * self.exchanged(model) + 4096
+        return 4 * (self.clusters + course.model.manifest.buffers_d) + 2 * self.exchanged(course) + 4096
 
     def read_update(self, a: Assignment, state: Weights, record: Record | None, payload: Payload) -> Update:
         samples = count(payload, "samples", MAX_SAMPLES)
@@ -214,7 +214,7 @@ class FedCode(LocalSgd):
         codebook, buffers = self.read_codebook(payload), vector(payload, "buffers", model.manifest.buffers_d)
         data = coded(payload, CLUSTERS, ("codebook", "buffers"))
         with decoding(f"array {CLUSTERS!r}"):
-            clusters = counts.decode(data, self.exchanged(model), len(codebook) - 1)
+            clusters = counts.decode(data, rest(model.manifest).size, len(codebook) - 1)
         return Clustered(codebook, clusters), buffers
 
 

@@ -106,20 +106,20 @@ class FederatedPruning(Coded):
         known = record is not None and record.units.tobytes() == state.units.tobytes()
         return Payload(arrays | ({} if known else {UNITS: state.units}), {"structure": units.digest})
 
-    def exchanged(self, model: Model) -> int:
-        return model.manifest.d
+    def exchanged(self, course: Course) -> int:
+        return course.model.manifest.d
 
-    def paper_bytes(self, model: Model) -> tuple[int, int]:
+    def paper_bytes(self, course: Course) -> tuple[int, int]:
         """The live parameters as float32, whatever `up` is, and d H(keep) bits every `every` rounds, each way."""
-        kept = self._live(model)
-        share = kept / model.manifest.d
+        kept = self._live(course.model)
+        share = kept / course.model.manifest.d
         entropy = 0.0 if share == 1 else -share * log2(share) - (1 - share) * log2(1 - share)
-        size = 4 * kept + ceil(model.manifest.d * entropy / 8 / self.every)
+        size = 4 * kept + ceil(course.model.manifest.d * entropy / 8 / self.every)
         return size, size
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """Four bytes a live parameter and a statistic; the slack of a codec."""
-        return self.uplink.limit(self._live(model)) + 4 * model.manifest.buffers_d
+        return self.uplink.limit(self._live(course.model)) + 4 * course.model.manifest.buffers_d
 
     def read_update(self, a: Assignment, state: State, record: Holds | None, payload: Payload) -> Update:
         m, own = a.model.manifest, _live_values(a.model, state)

@@ -277,17 +277,17 @@ class FedMap(Coded):
         live = int(np.count_nonzero(mask))
         return live == min(live + pruned, self.keep_count(course, round_))
 
-    def exchanged(self, model: Model) -> int:
+    def exchanged(self, course: Course) -> int:
         """All parameters: bits per parameter then fall with the weights that remain."""
-        return model.manifest.d
+        return course.model.manifest.d
 
     def sent_buffers(self, manifest: Manifest) -> int:
         """The number of statistics that travel."""
         return manifest.buffers_d if self.statistics == "mean" else 0
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """Four bytes a parameter and a statistic, before the first pruning; the slack of a codec."""
-        return self.uplink.limit(model.manifest.d) + 4 * self.sent_buffers(model.manifest)
+        return self.uplink.limit(course.model.manifest.d) + 4 * self.sent_buffers(course.model.manifest)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         manifest = a.model.manifest

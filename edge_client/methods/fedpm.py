@@ -66,7 +66,7 @@ class FedPM(BernoulliMasks):
 
     def read_mask(self, a: Assignment, state: State, record: None, payload: Payload) -> Bits:
         with decoding(f"the mask of device {a.device!r} in round {a.round}"):
-            return codecs.decode_mask(self.codec, coded(payload, self.mask), self.exchanged(a.model))
+            return codecs.decode_mask(self.codec, coded(payload, self.mask), self.exchanged(a.course))
 
     # --- client half
 
@@ -80,7 +80,7 @@ class FedPM(BernoulliMasks):
             return Received(self.first_theta(a.course), head)
         masks = count(downlink, "masks", MOST_MASKS)
         with decoding(f"the downlink of round {a.round}"):
-            ones = counts.decode(coded(downlink, COUNTS, ("head",)), self.exchanged(a.model), masks)
+            ones = counts.decode(coded(downlink, COUNTS, ("head",)), self.exchanged(a.course), masks)
         return Received(self.theta(a.course, Posterior(ones.astype(np.uint32), masks)), head)
 
     def upload(self, task: Task, received: Received, theta: F32) -> tuple[Bits, Payload]:

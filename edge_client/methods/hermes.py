@@ -142,12 +142,12 @@ class Hermes(Coded):
             "validation samples; give devices some (validation = 0.2 under [data] of a simulation), or lower threshold"
         )
 
-    def exchanged(self, model: Model) -> int:
-        return model.manifest.d
+    def exchanged(self, course: Course) -> int:
+        return course.model.manifest.d
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """Four bytes a parameter and the bits of the units; the slack of a codec."""
-        return self.uplink.limit(model.manifest.d) + len(whole(model.manifest).packed)
+        return self.uplink.limit(course.model.manifest.d) + len(whole(course.model.manifest).packed)
 
     def read_update(self, a: Assignment, state: State, record: Structure | None, payload: Payload) -> Update:
         """The device's parameters in its units: those on record, or new ones, which may only be fewer."""

@@ -3,8 +3,9 @@
 Vallapuram, Zhou, Kwon, Lee, Xu, Hui, "HideNseek: Federated Lottery Ticket via Server-side Pruning and Sign
 Supermask", arXiv 2206.04385, 2022. docs/methods/hidenseek.md argues for the readings chosen here.
 
-- When the federation starts, the server drops the channels that carry the least synaptic flow (`synflow`), without
-  data, and from then on nothing of them is trained or sent. Which channels stay travels once, a bit each.
+- When the federation starts, the server drops the channels that carry the least synaptic flow (`synflow`), by the
+  magnitudes times the first latents, without data. From then on nothing of them is trained or sent. Which channels
+  stay travels once, a bit each.
 - A device trains the smaller network: latents of its signs, with forward sign(s) and slope 1 - tanh(s)^2, and its own
   head. The server averages signs by samples, or counts them. That, and what travels, is in signs.py.
 """
@@ -18,8 +19,10 @@ import numpy as np
 from edge_kernels import counter, synflow
 from pydantic import Field
 
+from edge_client.blocks import weights
 from edge_client.bundle import F32, Model, views
 from edge_client.errors import ConfigError
+from edge_client.methods.shared.network import Network
 from edge_client.methods.shared.signs import Record, SignMasks
 from edge_client.methods.shared.units import UNITS, ByIdentity, Units, chosen
 from edge_client.task import Course
@@ -33,6 +36,7 @@ class HideNseek(SignMasks):
     record_type: ClassVar[type[Record]] = Record
     one_time_down: ClassVar[frozenset[str]] = frozenset({UNITS})
     prunes: ClassVar[bool] = True
+    revision: ClassVar[int] = 2  # SynFlow sees the first latents
     gate: ClassVar[Gate] = SignTanh()
 
     keep: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -50,15 +54,15 @@ class HideNseek(SignMasks):
         size: F32 = np.abs(self.parts(model).masked.gather(model.parameters))
         return size
 
-    def sureness(self, course: Course) -> F32:
+    def sureness(self, net: Network) -> F32:
         """Uniform, so that the latents of round 1 are uniform in (-1, 1) as in the paper."""
-        key, n = counter.key(course.seed, "hidenseek", "first latents"), self.parts(course.model).masked.size
-        return counter.uniform(key, n).astype(np.float32)
+        drawn = first_latents(net.origin)
+        return self.parts(net.model).masked.gather(drawn if net.units is None else drawn[net.units.places])
 
-    def prune(self, model: Model) -> Units:
+    def prune(self, course: Course) -> Units:
         """The units that stay. Raises ConfigError where SynFlow cannot follow the bundle's layers."""
-        m, keep = model.manifest, self.keep
-        self.parts(model)  # a model without a layer to mask is refused here, before any advice on pruning
+        m, keep = course.model.manifest, self.keep
+        self.parts(course.model)  # a model without a layer to mask is refused here, before any advice on pruning
         if keep == 1:
             return chosen(m, {})
         named = [g.name for g in m.groups if not self.prune_layers or g.name.startswith(self.prune_layers)]
@@ -73,7 +77,7 @@ class HideNseek(SignMasks):
                 f"{[g.name for g in m.groups]} of bundle {m.name!r}; name some of them, or set keep = 1"
             )
         try:
-            return flowing(ByIdentity(model), tuple(named), keep, self.iterations)
+            return flowing(ByIdentity(course), tuple(named), keep, self.iterations)
         except ValueError as error:
             raise ConfigError(
                 f"SynFlow prunes layers in one row, and those of bundle {m.name!r} are not; set keep = 1 to prune "
@@ -81,13 +85,23 @@ class HideNseek(SignMasks):
             ) from None
 
 
-@lru_cache(maxsize=4)
-def flowing(model: ByIdentity, groups: tuple[str, ...], keep: float, iterations: int) -> Units:
-    """The units that stay of these groups and all others. Raises ValueError where SynFlow cannot follow the layers.
+def first_latents(course: Course) -> F32:
+    """The size of each weight's first latent, and 1 for a parameter that has none, float32[d]."""
+    m = course.model.manifest
+    masked, sizes = weights(m, m.layers[:-1]), np.ones(m.d, np.float32)
+    key = counter.key(course.seed, "hidenseek", "first latents")
+    masked.scatter(counter.uniform(key, masked.size).astype(np.float32), sizes)
+    return sizes
 
-    Cached, because `exchanged` needs them in every round.
+
+@lru_cache(maxsize=4)
+def flowing(same: ByIdentity, groups: tuple[str, ...], keep: float, iterations: int) -> Units:
+    """The units that stay of these groups and all others, by the flow of |W| times the first latents.
+
+    Raises ValueError where SynFlow cannot follow the layers. Cached, because `exchanged` needs them in every round.
     """
-    whole: Model = model.value
-    m = whole.manifest
+    course: Course = same.value
+    m = course.model.manifest
+    tensors = views(m.parameters, course.model.parameters * first_latents(course))
     layers = [name for layer in m.layers for name in layer.weights]
-    return chosen(m, synflow.prune(views(m.parameters, whole.parameters), layers, m.groups, groups, keep, iterations))
+    return chosen(m, synflow.prune(tensors, layers, m.groups, groups, keep, iterations))

@@ -117,13 +117,13 @@ class LGFedAvg(Coded):
             f"averaging; set global_rounds below {course.rounds}"
         )
 
-    def exchanged(self, model: Model) -> int:
-        return model.manifest.d if self.global_rounds else self.head(model).size
+    def exchanged(self, course: Course) -> int:
+        return course.model.manifest.d if self.global_rounds else self.head(course.model).size
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """The whole model while `global_rounds` last."""
-        statistics = 4 * model.manifest.buffers_d if self.global_rounds else 0
-        return self.uplink.limit(self.exchanged(model)) + statistics
+        statistics = 4 * course.model.manifest.buffers_d if self.global_rounds else 0
+        return self.uplink.limit(self.exchanged(course)) + statistics
 
     def read_update(self, a: Assignment, state: Weights, record: Record | None, payload: Payload) -> Update:
         """The whole model, or a head without statistics."""

@@ -67,8 +67,8 @@ class LinearProbing(Coded):
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         return ("lattice or another method that trains every layer",)
 
-    def exchanged(self, model: Model) -> int:
-        return head(model.manifest).size
+    def exchanged(self, course: Course) -> int:
+        return head(course.model.manifest).size
 
     # --- server half
 
@@ -81,8 +81,8 @@ class LinearProbing(Coded):
     def downlink(self, course: Course, round_: int, state: State, record: None) -> Payload:
         return Payload({"head": state.head})
 
-    def update_limit(self, model: Model) -> int:
-        return self.uplink.limit(self.exchanged(model))
+    def update_limit(self, course: Course) -> int:
+        return self.uplink.limit(self.exchanged(course))
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Update:
         trained = self.uplink.read(a, "head", payload, state.head, np.zeros(state.head.size, np.bool_))
@@ -112,7 +112,7 @@ class LinearProbing(Coded):
 
     def receive(self, a: Assignment, kept: Kept | None, downlink: Payload) -> State:
         allow_only(downlink, "head")
-        return State(vector(downlink, "head", self.exchanged(a.model)))
+        return State(vector(downlink, "head", self.exchanged(a.course)))
 
     def local_round(self, task: Task, kept: Kept | None, received: State) -> Local:
         """Epochs of SGD on the head behind the frozen backbone."""

@@ -12,8 +12,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from edge_client.bundle import Model
 from edge_client.methods.fedmask.method import Choice, FedMask
+from edge_client.task import Course
 from edge_client.training.gates import Gate, SignTanh
 
 
@@ -31,7 +31,7 @@ class Signed(FedMask):
     group_lasso: Annotated[float, Field(ge=0, le=0)] | None = None
     """Always 0: the lasso pulls soft values to 0, where a sign is least decided and not dead."""
 
-    def paper_bytes(self, model: Model) -> tuple[int, int]:
+    def paper_bytes(self, course: Course) -> tuple[int, int]:
         """One byte a sign: those of the structure up, all of them down (HideNseek, Table 2)."""
-        division = self.division(model)
+        division = self.division(course.model)
         return division.live + 4 * division.real.size, division.masked.size + 4 * division.real.size

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from edge_client.bundle import Model
 from edge_client.errors import PayloadError
 from edge_client.methods.shared.averaging import Weights
 from edge_client.methods.shared.local_sgd import LocalSgd
@@ -42,11 +41,11 @@ class Standalone(LocalSgd):
     def stays(self, course: Course) -> str:
         return "every device trains a model of its own"
 
-    def exchanged(self, model: Model) -> int:
+    def exchanged(self, course: Course) -> int:
         """All parameters could be; none are."""
-        return model.manifest.d
+        return course.model.manifest.d
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         return 0
 
     def read_update(self, a: Assignment, state: Nothing, record: None, payload: Payload) -> Nothing:

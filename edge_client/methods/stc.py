@@ -167,20 +167,20 @@ class STC(LocalSgd):
             return Payload({MODEL: u8(check + model)}, {"version": state.version})
         return Payload({UPDATES: u8(check + state.log[len(state.log) - size :].tobytes())}, {"since": since})
 
-    def exchanged(self, model: Model) -> int:
-        return model.manifest.d
+    def exchanged(self, course: Course) -> int:
+        return course.model.manifest.d
 
-    def paper_bytes(self, model: Model) -> tuple[int, int]:
+    def paper_bytes(self, course: Course) -> tuple[int, int]:
         """Golomb positions of independent entries, a sign each, one magnitude."""
-        d, p = model.manifest.d, min(self.keep, 0.5)
+        d, p = course.model.manifest.d, min(self.keep, 0.5)
         b = 1 + max(0, floor(log2(log((sqrt(5) - 1) / 2) / log(1 - p))))
         bits = b + 1 / (1 - (1 - p) ** (2**b))
         size = 4 + int(sparse.kept(d, p) * (bits + 1) / 8)
         return size, size
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """Little more than a bit a parameter for the positions, a bit for the signs, two bytes a statistic."""
-        m = model.manifest
+        m = course.model.manifest
         return 2 * m.buffers_d + m.d // 2 + 4 * len(m.parameters) + (1 << 17)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:

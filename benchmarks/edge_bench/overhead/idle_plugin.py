@@ -62,13 +62,13 @@ class Idle(Method):
         """The global values."""
         return Payload({"values": state.values})
 
-    def exchanged(self, model: Model) -> int:
+    def exchanged(self, course: Course) -> int:
         """All parameters."""
-        return model.manifest.d
+        return course.model.manifest.d
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """The values' bytes."""
-        return self._size(model) * np.dtype(DTYPES[self.kind]).itemsize
+        return self._size(course.model) * np.dtype(DTYPES[self.kind]).itemsize
 
     def read_update(self, a: Assignment, state: State, record: None, payload: Payload) -> Values:
         """The values, checked as a real method checks them."""

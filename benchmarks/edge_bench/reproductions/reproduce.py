@@ -46,7 +46,7 @@ def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], step
         steps.step(f"{cell.name:28s} round {r.round:3d}/{cell.config.rounds}  {score}")
 
     result = run_all(cell.config, bundle, devices, said, models=compact)[cell.label]
-    record = simulated(result, bundle.model())
+    record = simulated(result)
     rounds = record.pop("rounds")
     slim = {
         **record,

@@ -138,7 +138,7 @@ def simulate(
     if not results:
         raise ended
     model, tested = opened.model(), sum(len(d.y_test) for d in devices.values())
-    records = {label: simulated(r, model) for label, r in results.items()}
+    records = {label: simulated(r) for label, r in results.items()}
     title = f"{checked.data.called}: every device's own model from the final downlink"
     console.print(tables.table(records, title, console), tables.by_kind(records), sep="\n\n")
     methods = {label: r.method for label, r in results.items()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from edge_bench.curves import mean
 from edge_bench.records import Record, measured, spread
 from edge_bench.simulation.simulate import Simulated
-from edge_client.bundle import Model
 
 
-def simulated(result: Simulated, model: Model) -> Record:
+def simulated(result: Simulated) -> Record:
     """The record of one simulated method, with one row per round."""
     rounds = [row.record for row in result.rows]
     record = measured(rounds, result.devices, result.final, result.start)
@@ -19,7 +18,7 @@ def simulated(result: Simulated, model: Model) -> Record:
         after, best = max(trained, key=lambda pair: pair[0])
         before = mean(best.score_before)
         record["best_round"] = {"round": best.round, "score_before": before, "score_after": after}
-    paper = result.method.paper_bytes(model)
+    paper = result.method.paper_bytes(result.course)
     if paper is not None:
         record["bytes_as_the_paper_counts"] = {"up": paper[0], "down": paper[1]}
     record |= {

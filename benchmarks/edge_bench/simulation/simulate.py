@@ -44,6 +44,7 @@ class Simulated:
     """How a federation ended. Digests are SHA-256: of the server's state, and of every device's personal model."""
 
     method: Method
+    course: Course
     rows: tuple[RoundRow, ...]
     devices: int
     final: Scores | None
@@ -228,6 +229,7 @@ def run(
     after = [e.after for e in last.values() if e.after is not None]
     return Simulated(
         method=method,
+        course=sim.course,
         rows=tuple(rows),
         devices=len(names),
         final=sim.scores([e.score for e in last.values()]),

@@ -241,18 +241,18 @@ class FedMask(Method):
         structure = record.held.structure if record else None
         return self.wire(course.model).downlink(*self.due(course, state, record), state.levels, structure, state.real)
 
-    def exchanged(self, model: Model) -> int:
-        division = self.division(model)
+    def exchanged(self, course: Course) -> int:
+        division = self.division(course.model)
         return division.masked.size + division.real.size
 
-    def paper_bytes(self, model: Model) -> tuple[int, int]:
+    def paper_bytes(self, course: Course) -> tuple[int, int]:
         """One bit for every mask element, pruned or not."""
-        division = self.division(model)
+        division = self.division(course.model)
         dense = bitset.size(division.masked.size) + 4 * division.real.size
         return dense, dense
 
-    def update_limit(self, model: Model) -> int:
-        return self.wire(model).update_limit()
+    def update_limit(self, course: Course) -> int:
+        return self.wire(course.model).update_limit()
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         share, _ = self.due(a.course, state, record)

@@ -47,7 +47,7 @@ from edge_kernels.lattice_model import Known
 from numpy.typing import NDArray
 
 from edge_client.blocks import Blocks
-from edge_client.bundle import F32, Model
+from edge_client.bundle import F32
 from edge_client.errors import ConfigError, DivergedError, PayloadError
 from edge_client.methods import Influence, Range, Search
 from edge_client.methods.lattice import batch_norm, delivery, grid, levels
@@ -143,13 +143,13 @@ class Lattice(Settings):
         part = on_grid(net)
         return lattice.up(dither(a, part.size), spans(part), magnitudes(held, level))
 
-    def exchanged(self, model: Model) -> int:
-        return trainable(model.manifest).size
+    def exchanged(self, course: Course) -> int:
+        return trainable(course.model.manifest).size
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """Three bytes a parameter, more than moves take at the least `quantum`; 4 a statistic and a tensor."""
-        part = trainable(model.manifest)
-        return 3 * part.size + 1024 + 4 * self.buffers(model) + 4 * len(part.blocks)
+        part = trainable(course.model.manifest)
+        return 3 * part.size + 1024 + 4 * self.buffers(course.model) + 4 * len(part.blocks)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         """The moves decoded with the device's dither. Raises PayloadError."""

@@ -170,13 +170,13 @@ class BernoulliMasks(MaskedNetwork):
 
     def reference(self, a: Assignment, state: Any) -> Bits:
         """That mask, bool[masked]; all zeros where there is none."""
-        return np.zeros(self.exchanged(a.model), np.bool_)
+        return np.zeros(self.exchanged(a.course), np.bool_)
 
     # --- theta
 
     def first_theta(self, course: Course) -> F64:
         """theta before the first masks, float64[masked]."""
-        return drawn(course.seed, self.exchanged(course.model), self.theta0, self.spread, self.clip)
+        return drawn(course.seed, self.exchanged(course), self.theta0, self.spread, self.clip)
 
     def theta(self, course: Course, posterior: Posterior) -> F64:
         """The global probabilities, float64[masked]; exact IEEE arithmetic, the same on every machine."""
@@ -223,7 +223,7 @@ class BernoulliMasks(MaskedNetwork):
 
     def start(self, course: Course) -> Any:
         """No masks yet, and the bundle's head."""
-        none = Posterior(np.zeros(self.exchanged(course.model), np.uint32), 0)
+        none = Posterior(np.zeros(self.exchanged(course), np.uint32), 0)
         return self.state_type(none, self.probed(course.model).gather(course.model.parameters))
 
     def downlink(self, course: Course, round_: int, state: Any, record: Any) -> Payload:
@@ -233,9 +233,9 @@ class BernoulliMasks(MaskedNetwork):
             return Payload(head)
         return Payload({**head, "theta": self.theta(course, state.posterior).astype(np.float32)})
 
-    def update_limit(self, model: Model) -> int:
+    def update_limit(self, course: Course) -> int:
         """A head or a mask."""
-        return max(4 * self.probed(model).size, self.mask_limit(self.exchanged(model)) + 4096)
+        return max(4 * self.probed(course.model).size, self.mask_limit(self.exchanged(course)) + 4096)
 
     @abstractmethod
     def mask_limit(self, n: int) -> int:
@@ -272,7 +272,7 @@ class BernoulliMasks(MaskedNetwork):
             total.add(update.samples, update.head)
         else:
             if total is None:
-                n = self.exchanged(a.model)
+                n = self.exchanged(a.course)
                 total = Votes(Tally(n), np.zeros(n, np.int64))
             total.masks.add(update)
             total.reference += self.reference(a, state)
@@ -298,7 +298,7 @@ class BernoulliMasks(MaskedNetwork):
         head = self.sent_head(a, downlink)
         if a.round <= self.probing(a.model):
             return Received(self.first_theta(a.course), head)
-        theta = vector(downlink, "theta", self.exchanged(a.model))
+        theta = vector(downlink, "theta", self.exchanged(a.course))
         if not ((theta > 0) & (theta < 1)).all():
             raise PayloadError("the downlink's theta leaves the interval (0, 1)")
         return Received(theta.astype(np.float64), head)

@@ -112,9 +112,9 @@ class MaskedNetwork(Method):
             'make rounds larger than probe_rounds, or set head = "mask"'
         )
 
-    def exchanged(self, model: Model) -> int:
+    def exchanged(self, course: Course) -> int:
         """The masked parameters."""
-        return self.masked(model).size
+        return self.masked(course.model).size
 
     # --- models
 

@@ -35,7 +35,7 @@ from edge_client.methods import ALL, Influence, Method, Range, Search
 from edge_client.methods.shared import changes
 from edge_client.methods.shared.averaging import Mean
 from edge_client.methods.shared.changes import ExactCodecName
-from edge_client.methods.shared.network import network
+from edge_client.methods.shared.network import Network, network
 from edge_client.methods.shared.units import UNITS, Units, held
 from edge_client.protocol.messages import MAX_SAMPLES
 from edge_client.protocol.payload import Payload, coded, count, decoding, u8
@@ -159,11 +159,11 @@ class SignMasks(Method):
         ...
 
     @abstractmethod
-    def sureness(self, course: Course) -> F32:
+    def sureness(self, net: Network) -> F32:
         """How far from 0 the latents of round 1 are, float32[masked] in 0..1; all devices begin with the same."""
         ...
 
-    def prune(self, model: Model) -> Units | None:
+    def prune(self, course: Course) -> Units | None:
         """The units that stay, chosen before round 1; None: the method prunes nothing."""
         return None
 
@@ -186,20 +186,20 @@ class SignMasks(Method):
     def stays(self, course: Course) -> str:
         return "the last layer is each device's own"
 
-    def exchanged(self, model: Model) -> int:
+    def exchanged(self, course: Course) -> int:
         """The signs of the network that stays."""
-        units = self.prune(model)
-        return self.parts(model if units is None else units.small.model(model)).masked.size
+        units = self.prune(course)
+        return self.parts(course.model if units is None else units.small.model(course.model)).masked.size
 
-    def paper_bytes(self, model: Model) -> tuple[int, int]:
+    def paper_bytes(self, course: Course) -> tuple[int, int]:
         """One byte a sign both ways, "the smallest element" of the paper's framework."""
-        size = self.exchanged(model)
+        size = self.exchanged(course)
         return size, size
 
     # --- server half
 
     def start(self, course: Course) -> State:
-        pruned = self.prune(course.model)
+        pruned = self.prune(course)
         units = None if pruned is None else pruned.packed
         return State(self.own_signs(network(course, units).model).astype(np.uint8), 1, units)
 
@@ -217,8 +217,8 @@ class SignMasks(Method):
         votes = u8(counts.encode(state.plus, state.votes, guess))
         return Payload({COUNTS: votes, **once}, {"votes": state.votes})
 
-    def update_limit(self, model: Model) -> int:
-        return changes.limit(weights(model.manifest, model.manifest.layers).size)
+    def update_limit(self, course: Course) -> int:
+        return changes.limit(weights(course.model.manifest, course.model.manifest.layers).size)
 
     def read_update(self, a: Assignment, state: State, record: Record | None, payload: Payload) -> Update:
         what = f"the update of {a.device!r} in round {a.round}"
@@ -282,7 +282,7 @@ class SignMasks(Method):
         values, buffers = self.own_values(model, kept)
         latents = self.latents(received, kept)
         if task.assignment.round == 1:
-            latents *= self.sureness(task.assignment.course)
+            latents *= self.sureness(net)
         loss = self.train(task, values, buffers, latents)
         signs = latents >= 0
         sent = changes.encode(self.codec, signs, received.signs, received.contexts(parts.masked))

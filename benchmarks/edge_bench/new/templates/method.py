@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from edge_client.bundle import Model
 from edge_client.methods.fedavg import FedAvg
 from edge_client.methods.shared.value_changes import Feedback, Uplink
+from edge_client.task import Course
 
 
 class Mine(FedAvg):
@@ -30,5 +30,5 @@ class Mine(FedAvg):
         """How the change travels up; the device encodes and the server decodes by it."""
         return replace(super().uplink, codec=f"topk:{self.share}")
 
-    def paper_bytes(self, model: Model) -> None:
+    def paper_bytes(self, course: Course) -> None:
         """No paper counts its bytes."""
