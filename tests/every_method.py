@@ -32,6 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fedmap-dr-c2-c3": {"name": "fedmap", "every": 1, "weights": "samples", "dr": {**DR, "later_alpha": 1.75}},
     "fedmap-dr-eden": {"name": "fedmap", "every": 1, "up": "eden:1", "dr": DR},
     "fedpm-counts": {"name": "fedpm", "down": "counts", "head": "mask"},
+    "fedmask-client": {"name": "fedmask", "keep": 0.5, "state": "client"},
+    "hermes-client": {"name": "hermes", "state": "client", "threshold": 0.0},
     "lattice-pruned": {"name": "lattice", "prune": 0.5, "prune_after": 1, "personal_epochs": 1},
     "perfedavg-hf": {"name": "perfedavg", "variant": "hf", "up": "drive"},
     "qsgd": {"name": "fedavg", "up": "qsgd:4", "down": "stochastic8"},

@@ -429,7 +429,8 @@ def test_a_hostile_update_is_refused(arrays: dict[str, Any], why: str) -> None:
 def test_an_update_s_influence_is_bounded_by_its_live_change_and_scaled() -> None:
     method, own = Hermes(), units(5)
     state = State(np.ones(M.d, np.float32))
-    update = Update(own, np.full(own.places.size, 3.0, np.float32))
+    ones = state.parameters[own.places]
+    update = Update(own, ones, 3 * ones)
     assert method.influence(A, state, update).norm == pytest.approx(2 * own.places.size**0.5)
     less = method.limited(A, state, update, 0.5, 0.25)
     assert (set(less.parameters), less.weight, less.units) == ({2.0}, 0.25, own)

@@ -6,6 +6,7 @@ Every setting has each of its values in some federation; which goes with which i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy_mlp import grouped, mlp
 from reference_masks import Masks
 from reference_means import Means
 from reference_signs import Signs
+from reference_units import Subnetworks
 from references import DEVICES, CentredMlp, centred, rehearse
 from rounds import Rounds
 
@@ -131,3 +133,13 @@ def test_per_fedavg_is_what_its_page_says(seed: int) -> None:
     method = drawn("perfedavg", seed, choices, variant=("fo", "hf")[seed % 2])
     played = fleet(method, mlp(5, 6, 8, 3), seed)
     rehearse(played, Means(played, method), ROUNDS, seed)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_hermes_is_what_its_page_says(seed: int) -> None:
+    """The validation part is the training samples, of which a device classifies some right and some wrong."""
+    choices = {**PERSONAL, "rate": (0.2, 0.5), "target": (0.3, 0.7), "threshold": (0.3, -1.0), "lasso": (0.0, 0.01)}
+    method = drawn("hermes", seed, choices, state=("global", "client")[seed % 2])
+    played = fleet(method, grouped(mlp(5, 9, 8, 3)), seed)
+    played.data = {d: replace(data, x_val=data.x, y_val=data.y) for d, data in played.data.items()}
+    rehearse(played, Subnetworks(played, method), ROUNDS, seed)

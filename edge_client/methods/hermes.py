@@ -14,14 +14,15 @@ network: a removed unit is gone, with its bias, its batch-norm row and its slice
 Where the paper leaves a choice (docs/methods/hermes.md): the ratio of live parameters falls by `rate` a step until it
 is at most `target`, the last step not further than that; units are removed by L2 norm, the same share of each
 layer, never of the last; a parameter becomes the mean over the round's devices that have it, whose weights are
-equal, and stays when none has. There is one global tensor, not one for each device.
+equal, and stays when none has. There is one global tensor. With ``state = "client"`` there is one for each device: the
+means of the last round that it took part in, at first the bundle's values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from edge_kernels.pruning import add_lasso_slope
@@ -31,7 +32,7 @@ from pydantic import Field, FiniteFloat
 from edge_client.blocks import frozen
 from edge_client.bundle import F32, Model, Packed, views
 from edge_client.errors import LostError, PayloadError
-from edge_client.methods import ALL, Influence
+from edge_client.methods import ALL, Influence, bits_digest
 from edge_client.methods.shared.averaging import distance, toward
 from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
 from edge_client.methods.shared.units import UNITS, Units, carried, held, read_units, require_groups, unpacked, whole
@@ -43,16 +44,17 @@ from edge_client.training.sgd import Sgd
 
 @dataclass(frozen=True)
 class State:
-    """The global model, float32[d]."""
+    """The global model, float32[d]; with ``state = "client"`` the bundle's, for devices without a record."""
 
     parameters: F32
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A device's units on the server, packed bits."""
+    """A device's units on the server, packed bits; with ``state = "client"`` also its live parameters, float32[d']."""
 
     units: Packed
+    own: F32 | None = None
 
 
 @dataclass(frozen=True)
@@ -82,19 +84,24 @@ class Received:
 
 @dataclass(frozen=True)
 class Update:
-    """A device's live parameters, float32[d'], in its units."""
+    """A device's live parameters, float32[d'], in its units; `before` are the server's values of them."""
 
     units: Units
+    before: F32
     parameters: F32
     weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Total:
-    """For each parameter the weighted sum over the devices that have it, and their weights, float64[d]."""
+    """For each parameter the weighted sum over the devices that have it, and their weights, float64[d].
+
+    With ``state = "client"`` also every device's units, packed bits.
+    """
 
     sum: NDArray[np.float64]
     weight: NDArray[np.float64]
+    units: dict[str, Packed]
 
 
 class Hermes(Coded):
@@ -113,6 +120,8 @@ class Hermes(Coded):
     """A device prunes when its validation score is above this (acc_threshold). Without samples the score is 0."""
     lasso: Annotated[float, Field(ge=0, le=1000)] = 1e-4
     """Strength of the group lasso (lambda)."""
+    state: Literal["global", "client"] = "global"
+    """`client`: a device receives the means of its own last round, and nothing of rounds that it sat out."""
     batch: Annotated[int, Field(ge=1, le=65536)] = 16
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
 
@@ -123,12 +132,18 @@ class Hermes(Coded):
         return State(course.model.parameters.copy())
 
     def audience(self, course: Course, round_: int, record: Structure | None) -> str:
-        return ALL if record is None else _units(course.model, record).digest
+        if record is None:
+            return ALL
+        units = _units(course.model, record).digest
+        return units if record.own is None else f"{units} {bits_digest(record.own.view(np.uint8))}"
 
     def downlink(self, course: Course, round_: int, state: State, record: Structure | None) -> Payload:
         units = _units(course.model, record)
         name = {} if units.alive.all() else {"structure": units.digest}
-        return Payload({"parameters": state.parameters[units.places]}, name)
+        return Payload({"parameters": _due(state, record, units)[units.places]}, name)
+
+    def stays(self, course: Course) -> str | None:
+        return 'every device has averages of its own (state = "client")' if self.state == "client" else None
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         return ("lr", "a larger target") if self.target < 1 else ("lr",)
@@ -156,28 +171,30 @@ class Hermes(Coded):
             units = read_units(a.model.manifest, payload.arrays[UNITS])
             if (units.alive & ~before.alive).any():
                 raise PayloadError("array 'units' has units that the device had pruned; they do not come back")
-        own, fixed = state.parameters[units.places], frozen(a.model.manifest)[units.places]
-        return Update(units, self.uplink.read(a, "parameters", payload, own, fixed, UNITS))
+        own, fixed = _due(state, record, before)[units.places], frozen(a.model.manifest)[units.places]
+        return Update(units, own, self.uplink.read(a, "parameters", payload, own, fixed, UNITS))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
-        return Influence(distance(update.parameters, state.parameters[update.units.places]), update.weight)
+        return Influence(distance(update.parameters, update.before), update.weight)
 
     def limited(self, a: Assignment, state: State, update: Update, scale: float, weight: float) -> Update:
-        start = state.parameters[update.units.places]
-        return Update(update.units, toward(start, update.parameters, scale), weight)
+        return replace(update, parameters=toward(update.before, update.parameters, scale), weight=weight)
 
     def fold(
         self, a: Assignment, state: State, total: Total | None, update: Update, record: Structure | None
     ) -> tuple[Total, Structure]:
         """Add the device's values where it has any, and its weight there."""
-        total = total or Total(np.zeros(state.parameters.size), np.zeros(state.parameters.size))
+        total = total or Total(np.zeros(state.parameters.size), np.zeros(state.parameters.size), {})
         places = update.units.places
         total.sum[places] += np.multiply(update.parameters, update.weight, dtype=np.float64)
         total.weight[places] += update.weight
+        if self.state == "client":
+            total.units[a.device] = update.units.packed
         return total, Structure(update.units.packed)
 
     def dropped(self, a: Assignment, update: Update, record: Structure | None) -> Structure:
-        return Structure(update.units.packed)
+        """The device's new units; with ``state = "client"`` the values that it had of them."""
+        return Structure(update.units.packed, update.before if self.state == "client" else None)
 
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
@@ -186,13 +203,17 @@ class Hermes(Coded):
         held = total.weight > 0
         parameters = state.parameters.copy()
         parameters[held] = total.sum[held] / total.weight[held]
+        if self.state == "client":
+            places = {d: unpacked(course.model.manifest, units).places for d, units in total.units.items()}
+            return state, {d: Structure(units, parameters[places[d]]) for d, units in total.units.items()}
         return State(parameters), {}
 
     def of_device(self, course: Course, state: State, record: Structure | None, everyone: Personal) -> Personal | None:
         """None for a device without a record: after a reported loss it may still hold units of its own."""
         if record is None or course.model.manifest.buffers:
             return None
-        return _units(course.model, record).applied(state.parameters, course.model.buffers)
+        units = _units(course.model, record)
+        return units.applied(_due(state, record, units), course.model.buffers)
 
     # --- client half
 
@@ -257,3 +278,12 @@ class Hermes(Coded):
 def _units(model: Model, record: Structure | None) -> Units:
     """The units on a device's record; all of them without a record."""
     return whole(model.manifest) if record is None else unpacked(model.manifest, record.units)
+
+
+def _due(state: State, record: Structure | None, units: Units) -> F32:
+    """The parameters of which a device with this record receives those of its `units`, float32[d]."""
+    if record is None or record.own is None:
+        return state.parameters
+    parameters = np.zeros_like(state.parameters)
+    parameters[units.places] = record.own
+    return parameters
