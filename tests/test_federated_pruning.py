@@ -88,6 +88,21 @@ def test_a_choice_due_in_a_round_without_an_update_follows_the_next_that_counts_
         assert (chosen(fleet.state).digest != before.digest) == chooses
 
 
+@pytest.mark.parametrize("gone", [1, 2])
+def test_the_final_model_has_the_units_trained_last_when_the_last_rounds_count_no_update(gone: int) -> None:
+    fleet = Rounds(FederatedPruning(every=1), M, rounds=3 + gone)
+    for round_ in (1, 2, 3):
+        fleet.close({"a": filled(fleet, 1e-6 / round_)})
+        trained = fleet.read["a"]
+    units = Units(M, bits.unpack(fleet.state.trained, 18))
+    for _ in range(gone):
+        assert fleet.receive("new").units.digest == chosen(fleet.state).digest != units.digest
+        fleet.close({})
+    final = fleet.receive("new")
+    assert final.units.digest == units.digest
+    assert np.array_equal(final.parameters, trained.parameters)
+
+
 def test_no_choice_follows_the_last_round() -> None:
     method = FederatedPruning(every=6)
     state = method.start(C)

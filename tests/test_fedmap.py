@@ -68,6 +68,11 @@ def small(**settings: Any) -> FedMap:
     return FedMap(**{"every": 2, "prune": 0.4, "epochs": 1, "batch": 20, "lr": 0.05, **settings})
 
 
+def served(state: State) -> bytes:
+    """The model that devices receive, float32[d], zero where pruned."""
+    return np.where(unmasked(M, unpacked(M, state.mask)), state.theta, np.float32(0)).tobytes()
+
+
 # --- schedules
 
 
@@ -121,7 +126,7 @@ def test_masks_shrink_within_each_other_to_the_scheduled_count_and_pruned_stays_
         mask = unpacked(M, state.mask)
         assert not (mask & ~before).any()
         assert mask.sum() == method.remaining(p.course, round_, part.size)
-        assert not part.gather(state.theta)[~mask].any()
+        assert not part.gather(state.theta)[~unpacked(M, state.final())].any()
         before = mask
     assert before.sum() < 0.2 * part.size
     for local in p.local.values():
@@ -201,7 +206,7 @@ def two_by_hand(method: FedMap) -> State:
 def test_two_devices_by_hand_move_theta_by_the_mean_and_then_lamp_prunes_it() -> None:
     state = two_by_hand(FedMap(every=1, prune=0.5))
     assert state.change.tolist() == [-2, 0, 0.5, 1]
-    assert state.theta.tolist() == [0, 0, 2.5, 4]  # before pruning [2, -1, 2.5, 4]
+    assert state.theta.tolist() == [2, -1, 2.5, 4]
     assert bitset.unpack(state.mask, 4).tolist() == [False, False, True, True]
 
 
@@ -258,10 +263,10 @@ def test_after_any_pattern_of_missed_rounds_every_device_holds_the_servers_model
     for cohort in cohorts:
         p.run(1, lambda round_, device, cohort=cohort: device in cohort)  # type: ignore[misc]
         for device in cohort:
-            assert p.received[device].theta.tobytes() == p.states[-1].theta.tobytes()
+            assert p.received[device].theta.tobytes() == served(p.states[-1])
     for device in DEVICES:
         received = p.receive(device)
-        assert received.theta.tobytes() == p.state.theta.tobytes()
+        assert received.theta.tobytes() == served(p.state)
         assert np.array_equal(received.mask, unpacked(M, p.state.mask))
 
 
@@ -271,7 +276,7 @@ def test_a_late_device_receives_values_and_a_coded_mask_and_holds_the_same_as_on
     assert set(arrays) == {"values", MASK}
     assert arrays["values"].size == alive(M, unpacked(M, p.state.mask)).sum()
     late, in_step = p.receive("c"), p.receive("a")
-    assert late.theta.tobytes() == in_step.theta.tobytes() == p.state.theta.tobytes()
+    assert late.theta.tobytes() == in_step.theta.tobytes() == served(p.state)
     assert np.array_equal(late.mask, in_step.mask)
     assert p.method.audience(p.course, 8, p.records["c"]) == p.method.audience(p.course, 8, None) == "whole"
 
@@ -303,7 +308,7 @@ def test_a_device_that_does_not_hold_the_model_is_lost_and_then_receives_everyth
     with pytest.raises(LostError):
         p.receive("a")
     p.lose("a")  # what the server does then
-    assert p.receive("a").theta.tobytes() == p.state.theta.tobytes()
+    assert p.receive("a").theta.tobytes() == served(p.state)
 
 
 @pytest.mark.parametrize("kind", [FedMap, FederatedPruningLamp])
@@ -334,7 +339,7 @@ def test_devices_stay_in_step_when_the_operator_changes_the_number_of_rounds(
     for _ in range(changed - played):
         p.run(1)
         assert p.took_part == list(DEVICES)
-        assert p.receive("a").theta.tobytes() == p.state.theta.tobytes()
+        assert p.receive("a").theta.tobytes() == served(p.state)
     assert set(p.ask("a").arrays) == {"change"}
 
 
@@ -583,7 +588,7 @@ def test_federated_pruning_sends_the_mask_to_devices_that_do_not_hold_it() -> No
         received = p.receive(device)
         mask = unpacked(M, p.state.mask)
         assert np.array_equal(received.mask, mask)
-        assert received.theta.tobytes() == np.where(unmasked(M, mask), p.state.theta, np.float32(0)).tobytes()
+        assert received.theta.tobytes() == served(p.state)
 
 
 @pytest.mark.parametrize("schedule", ["step", "continuous"])
@@ -639,6 +644,25 @@ def test_the_final_model_has_the_mask_that_it_was_trained_under_when_the_operato
     assert method.keep_count(p.course, 6) < trained.sum()
     for device in DEVICES:
         assert (p.receive(device).mask == trained).all()
+
+
+@pytest.mark.parametrize("gone", [1, 3])
+@pytest.mark.parametrize("schedule", ["step", "continuous"])
+@pytest.mark.parametrize("kind", [small, lin])
+def test_the_final_model_is_the_one_trained_last_also_when_the_last_rounds_count_no_update(
+    kind: Callable[..., FedMap], schedule: str, gone: int
+) -> None:
+    p = play(kind(every=1, prune=0.2, schedule=schedule), rounds=8).run(8 - gone)
+    shorter = play(p.method, rounds=8).run(7 - gone)
+    shorter.course = replace(p.course, rounds=8 - gone)  # after the next round none follows, so nothing is pruned
+    shorter.run(1)
+    pruned = p.receive("a").mask
+    p.run(gone, lambda round_, device: False)
+    for device in "abd":
+        final = p.personal(device)
+        assert final.parameters.tobytes() == shorter.personal(device).parameters.tobytes()
+        assert final.mask is not None
+        assert prunable(M).gather(final.mask).sum() > pruned.sum()
 
 
 def test_in_a_new_period_without_an_update_since_the_old_devices_get_its_mask_at_once() -> None:

@@ -12,13 +12,14 @@ Parameters of pruned units keep their value on the server, so such a unit can re
   parameters: a device drops what is left of a unit's change when it takes part while the unit is pruned.
 - The paper's mask costs d H(keep) bits each way with every choice, `paper_bytes` counts so.
 
-The first choice is made from the initial model, none after the last round: the final model is one that was trained.
+The first choice is made from the initial model, none after the last round. The final model has the units that were
+trained last, also when no update was counted since the last choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import Annotated, ClassVar
 
@@ -41,13 +42,15 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 class State:
     """The whole server model, float32[d] and float32[buffers_d], and the units of this choice, packed bits.
 
-    `period` numbers the choice: the whole periods of `every` rounds before it.
+    `period` numbers the choice: the whole periods of `every` rounds before it. `trained` are the units trained last, None
+    where they are those of this choice.
     """
 
     parameters: F32
     buffers: F32
     units: Packed
     period: int
+    trained: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class FederatedPruning(Coded):
         return "new" if record is None else unpacked(course.model.manifest, record.units).digest
 
     def downlink(self, course: Course, round_: int, state: State, record: Holds | None) -> Payload:
+        if round_ > course.rounds and state.trained is not None:
+            state = replace(state, units=state.trained)
         units, sent = unpacked(course.model.manifest, state.units), _live_values(course.model, state)
         arrays = {"parameters": sent.parameters, "buffers": sent.buffers}
         known = record is not None and record.units.tobytes() == state.units.tobytes()
@@ -148,12 +153,12 @@ class FederatedPruning(Coded):
         A choice that fell to a round without an update is made up for.
         """
         small = unpacked(course.model.manifest, state.units).small
-        parameters, buffers, units = state.parameters.copy(), state.buffers.copy(), state.units
+        parameters, buffers, units, trained = state.parameters.copy(), state.buffers.copy(), state.units, None
         parameters[small.parameters], buffers[small.buffers] = total.parameters.value, total.buffers.value
         period = round_ // self.every if round_ < course.rounds else state.period
         if period != state.period:
-            units = self._choose(course.model, parameters).packed
-        return State(parameters, buffers, units, period), {}
+            units, trained = self._choose(course.model, parameters).packed, state.units
+        return State(parameters, buffers, units, period, trained), {}
 
     def of_device(self, course: Course, state: State, record: Holds | None, everyone: Personal) -> Personal | None:
         return everyone

@@ -43,7 +43,7 @@ from edge_client.task import Assignment, Course
 class Chosen(State):
     """The dense model theta float32[d] and the mask of the period to which round `since` belongs."""
 
-    since: int
+    since: int = 1
 
 
 class FederatedPruningLamp(FedMap):
@@ -67,15 +67,15 @@ class FederatedPruningLamp(FedMap):
     # --- server half
 
     def start(self, course: Course) -> Chosen:
-        return Chosen(**vars(super().start(course)), since=1)
+        return Chosen(**vars(super().start(course)))
 
     def current(self, course: Course, round_: int, state: State) -> Chosen:
         """The state at the start of a round: in a new period with another mask."""
         assert isinstance(state, Chosen)
-        if self.period(course, round_) == self.period(course, state.since):
+        if round_ > course.rounds or self.period(course, round_) == self.period(course, state.since):
             return state
         mask = bitset.pack(self.chosen(course, round_, state.theta))
-        return replace(state, mask=mask, since=round_)
+        return replace(state, mask=mask, since=round_, trained=state.final())
 
     def audience(self, course: Course, round_: int, record: Record | None) -> str:
         """Devices that hold the mask receive values alone."""
@@ -101,7 +101,7 @@ class FederatedPruningLamp(FedMap):
         manifest, (change, buffers), now = course.model.manifest, total, self.current(course, round_, state)
         theta = moved(manifest, now.theta, unpacked(manifest, now.mask), change.value)
         statistics = buffers.value if self.sent_buffers(manifest) else now.buffers
-        return self.current(course, round_ + 1, replace(now, theta=theta, buffers=statistics)), {}
+        return self.current(course, round_ + 1, replace(now, theta=theta, buffers=statistics, trained=None)), {}
 
     # --- client half
 

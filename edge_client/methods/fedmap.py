@@ -50,7 +50,6 @@ from edge_client.methods.shared.pruned import (
     encoded_mask,
     expanded,
     fingerprint,
-    moved,
     prunable,
     unmasked,
     unpacked,
@@ -65,10 +64,11 @@ NOTHING: F32 = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class State:
-    """The model of the next round: theta float32[d], zero where pruned, its mask M packed, statistics.
+    """The model of the next round: theta float32[d], of which its mask M, packed, leaves what counts, and statistics.
 
     `change` is the mean that led to it, at the mask before M; empty before round 1. With `dr` theta is the mean of the
-    devices' last reflections, and `weight` the sum of their weights.
+    devices' last reflections, and `weight` the sum of their weights. `trained` is the mask that theta was trained
+    under, None where that is M: the final model has it, also when no update was counted since the pruning to M.
     """
 
     theta: F32
@@ -76,6 +76,11 @@ class State:
     buffers: F32
     change: F32
     weight: float
+    trained: Packed | None = None
+
+    def final(self) -> Packed:
+        """The mask of the final model."""
+        return self.mask if self.trained is None else self.trained
 
 
 @dataclass(frozen=True)
@@ -259,9 +264,10 @@ class FedMap(Coded):
 
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
         manifest, audience = course.model.manifest, self.audience(course, round_, record)
-        mask = unpacked(manifest, state.mask)
+        packed = state.mask if round_ <= course.rounds else state.final()
+        mask = unpacked(manifest, packed)
         sent = state.theta[alive(manifest, mask)]
-        meta = {"fingerprint": fingerprint(state.mask, sent)}
+        meta = {"fingerprint": fingerprint(packed, sent)}
         if audience == "first":
             return Payload({}, meta)
         arrays: Arrays = {"buffers": state.buffers} if self.sent_buffers(manifest) else {}
@@ -328,15 +334,18 @@ class FedMap(Coded):
     def finish(
         self, course: Course, round_: int, took_part: Sequence[str], state: State, total: Total
     ) -> tuple[State, Mapping[str, Record]]:
-        """Move theta by the mean change, then prune it for the next round: what no round would train stays as it is."""
+        """Move theta by the mean change, then find the mask of the next round; there is none after the last."""
         manifest, (change, buffers) = course.model.manifest, total
         if splits := self.splits(course, round_) is not None:
             change.weight += state.weight  # of the reflections that theta is the mean of: they change by nothing
         before = unpacked(manifest, state.mask)
-        theta = moved(manifest, state.theta, before, change.value)
-        mask = self.pruned(course, round_ + 1, theta, before) if round_ < course.rounds else before
+        live = alive(manifest, before)
+        theta = expanded(course.model, live, state.theta[live] + change.value)
+        mask = self.pruned(course, round_ + 1, theta.copy(), before) if round_ < course.rounds else before
+        trained = None if mask is before else state.mask
         statistics = buffers.value if self.sent_buffers(manifest) else state.buffers
-        return State(theta, bitset.pack(mask), statistics, change.value, change.weight if splits else 0.0), {}
+        weight = change.weight if splits else 0.0
+        return State(theta, bitset.pack(mask), statistics, change.value, weight, trained), {}
 
     def lost(self, record: Record) -> Record | None:
         """The reflection, which is still in the mean; without one nothing."""
@@ -373,7 +382,7 @@ class FedMap(Coded):
             raise LostError(f"the change of round {a.round - 1} was received, but {held} is held here")
         before = unpacked(manifest, kept.mask)
         change = vector(downlink, "change", kept.values.size)
-        theta = moved(manifest, expanded(a.model, alive(manifest, before), kept.values), before, change)
+        theta = expanded(a.model, alive(manifest, before), kept.values + change)
         mask = self.pruned(a.course, a.round, theta, before)  # theta becomes zero outside it
         return theta, mask
 
