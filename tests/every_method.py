@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 DR = {"eta": 10.0, "alpha": 1.2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepreduce": {"name": "deltamask", "codec": "bloom", "sampling": "independent", "head": "mask"},
+    "deltamask-stratified": {"name": "deltamask", "sampling": "stratified", "head": "mask"},
     "eden": {"name": "fedavg", "up": "eden:0.5", "down": "float16"},
     "drive-plus-per-tensor": {"name": "fedavg", "up": "drive+", "per_tensor": True},
     "fedavg-mean": {"name": "fedavg", "average": 0.7},

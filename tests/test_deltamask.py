@@ -19,6 +19,7 @@ from edge_client.methods import make_method
 from edge_client.methods.deltamask import DeltaMask, most_telling
 from edge_client.methods.shared.bernoulli import Votes
 from edge_client.protocol.payload import Payload
+from edge_client.task import Assignment
 from edge_client.training.gates import sigmoid
 
 
@@ -99,7 +100,7 @@ def test_literal_algorithm_2_needs_its_own_mean() -> None:
     make_method({"name": "deltamask", "tally": "mean", "prior": 2})
 
 
-@pytest.mark.parametrize("sampling", ["independent", "common", "device"])
+@pytest.mark.parametrize("sampling", ["independent", "common", "device", "stratified"])
 @pytest.mark.parametrize("codec", ["bits", "rice", "entropy", "auto"])
 def test_an_exact_codec_gives_the_server_the_very_mask(sampling: Any, codec: Any) -> None:
     fleet = MaskFleet(DeltaMask(sampling=sampling, codec=codec, kappa=1.0))
@@ -140,6 +141,15 @@ def test_common_uniforms_are_the_same_for_all_and_others_are_not() -> None:
         assert (u[0] == u[1]).all() == same
 
 
+def test_stratified_uniforms_of_a_cohort_are_those_of_the_round_a_share_of_the_cohort_apart() -> None:
+    c = course(M)
+    u = [DeltaMask(sampling="stratified").uniforms(Assignment(c, 1, "a", place), 50) for place in range(c.cohort)]
+    shared = DeltaMask(sampling="common").uniforms(Assignment(c, 1, "b"), 50)
+    due = [(shared + (place + 0.5) / c.cohort) % 1 for place in range(c.cohort)]
+    assert np.array_equal(u, due)
+    assert np.diff(np.sort(u, axis=0), axis=0) == pytest.approx(1 / c.cohort)  # one of each in every 1 / cohort
+
+
 def one_update(method: DeltaMask, device: str, round_: int = 2) -> Payload:
     """The update of a device whose training changes nothing: theta is .7 everywhere."""
     down = Payload({"theta": np.full(MASKED, 0.7, np.float32), "head": np.zeros(39, np.float32)})
@@ -161,7 +171,7 @@ def test_independent_devices_draw_with_their_secret_randomness() -> None:
     assert sent[0] != sent[1]
 
 
-@pytest.mark.parametrize("sampling", ["common", "device"])
+@pytest.mark.parametrize("sampling", ["common", "device", "stratified"])
 def test_with_uniforms_that_the_server_knows_a_device_that_learns_nothing_sends_the_reference(sampling: Any) -> None:
     """Whichever of the two theta are rounded: the uniforms are the reference's, so hardly an element changes."""
     method = DeltaMask(sampling=sampling, codec="bits", kappa=1.0)
@@ -173,12 +183,12 @@ def test_contexts_are_what_both_sides_know_of_a_change() -> None:
     theta, u = np.array([0.5, 0.5, 0.99, 0.03]), np.array([0.2, 0.9, 0.2, 0.5])
     # The sixteenth of theta twice, and one more where the reference bit is one: which way the change would go.
     assert DeltaMask(sampling="independent").contexts(theta, u).tolist() == [17, 16, 31, 0]
-    for sampling in ("common", "device"):
+    for sampling in ("common", "device", "stratified"):
         method = DeltaMask(sampling=sampling)
         assert (method.contexts(theta, u) == coupling_contexts(theta, u)).all()
 
 
-@pytest.mark.parametrize("sampling", ["independent", "common", "device"])
+@pytest.mark.parametrize("sampling", ["independent", "common", "device", "stratified"])
 def test_an_update_names_the_reference_mask_it_changes(sampling: Any) -> None:
     method = DeltaMask(sampling=sampling, theta0=0.7)
     state, a = method.start(course(M)), assignment(M, "a", 2)

@@ -44,10 +44,11 @@ class Reference:
         self.head = self.bundle[HEAD]
         self.weights = self.bundle[self.at] / (settings["theta0"] if trained and settings["rescale"] else 1)
         plain = {"spread": 0, "prior": 1, "posterior": "mode", "reset_every": 1}
-        shared = self.name == "coupled" or settings.get("sampling") == "device"
+        shared = self.name == "coupled" or settings.get("sampling") in ("device", "stratified")
         self.difference = trained and shared and plain.items() <= settings.items()
         self.evaluate = {"auto": "expected" if trained else "sample"}.get(settings["evaluate"], settings["evaluate"])
         self.ones, self.masks = np.zeros(len(self.at)), 0
+        self.places: dict[str, int] = {}
         theta0, clip = settings["theta0"], settings["clip"]
         self.below, self.above = (math.ceil(x * cohort - 1e-9) for x in (theta0 - clip, 1 - clip - theta0))
         if self.difference:
@@ -74,7 +75,9 @@ class Reference:
 
     def uniforms(self, round_: int, device: str) -> Values:
         own = self.name == "coupled" or self.s["sampling"] == "device"
-        return self.draws(self.seed, "uniforms", round_, *[device] * own)
+        u = self.draws(self.seed, "uniforms", round_, *[device] * own)
+        shifted = self.s.get("sampling") == "stratified"
+        return (u + (self.places[device] + 1 / 2) / self.cohort) % 1 if shifted else u
 
     # --- a device
 
@@ -181,7 +184,7 @@ def some(rng: np.random.Generator, name: str) -> dict[str, Any]:
     if name == "fedpm":
         s["down"] = one("float32", "counts")
     if name == "deltamask":
-        s |= {"sampling": one("device", "independent", "common"), "codec": "entropy"}
+        s |= {"sampling": one("device", "independent", "common", "stratified"), "codec": "entropy"}
         s |= {"kappa": one(0.8, 1.0, 0.3), "kappa_end": one(None, 1.0, 0.4)}
         s["tally"] = one("mean", "sum") if s["posterior"] == "mean" else "sum"
     if name == "coupled":
@@ -204,6 +207,7 @@ def test_a_federation_of_masks_follows_its_page(name: str, seed: int) -> None:
         count = cohort if rng.random() < 0.6 else int(rng.integers(1, cohort + 1))
         asked = sorted(rng.choice(devices, count, replace=False).tolist())
         fleet.play(*asked)
+        due.places = {d: place for place, d in enumerate(asked)}
         for d in asked:
             np.testing.assert_allclose(fleet.received[d].head, due.head if due.probing else [], atol=1e-6)
             if round_ <= due.probing:

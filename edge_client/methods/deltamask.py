@@ -11,8 +11,9 @@ Algorithm 2 as printed is ``tally="mean", posterior="mean"``.
   the server flips these too. By differences (`bernoulli`) such flips would move theta where devices learn nothing, so
   the default is then the exact codec `entropy`.
 - `sampling`: ``device``, the default, gives each device and round uniforms of its own, for both masks: only then do so
-  few bits change as the paper reports. ``independent`` draws m_k with the device's secret randomness (Algorithm 1 as
-  written). ``common`` takes the uniforms of m_g, the same for every device, which correlates all masks.
+  few bits change as the paper reports. ``stratified`` shifts one stream by the device's place in the cohort, so that
+  the uniforms of a round's devices are spread evenly. ``independent`` draws m_k with the device's secret randomness
+  (Algorithm 1 as written). ``common`` takes the uniforms of m_g, the same for every device, which correlates all masks.
 - The update names m_g by a hash (`reference`), which reveals two sides with different reference masks.
 - Down: theta and the head as float32, every round. The paper does not count them; a round's record does.
 """
@@ -46,9 +47,9 @@ class DeltaMask(BernoulliMasks):
 
     codec: SetCodecName | None = None
     """The set codec of the changes (docs/codecs.md). None: "fuse8-png", the paper's; by differences "entropy"."""
-    sampling: Literal["independent", "common", "device"] = "device"
+    sampling: Literal["independent", "common", "device", "stratified"] = "device"
     """Where a mask's uniforms are from: the device's secret, or a stream that both sides know, one for all devices of a
-    round (`common`) or one for each (`device`)."""
+    round (`common`), one for each (`device`), or one shifted by the device's place (`stratified`)."""
     kappa: Annotated[float, Field(gt=0, le=1)] = 0.8
     """The share of the changes that is sent."""
     kappa_end: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -83,7 +84,7 @@ class DeltaMask(BernoulliMasks):
     @property
     def referenced(self) -> bool:
         """With uniforms of their own two masks agree where devices learn nothing; with other ones they do not."""
-        return self.sampling == "device"
+        return self.sampling in ("device", "stratified")
 
     def reference(self, a: Assignment, state: State) -> Bits:
         theta = self.sent_theta(a, state)
@@ -104,7 +105,8 @@ class DeltaMask(BernoulliMasks):
     def uniforms(self, a: Assignment, n: int) -> F64:
         """The uniforms of a device's reference mask, float64[n], which both sides draw."""
         whose = (a.device,) if self.sampling == "device" else ()
-        return counter.uniform(counter.key(a.seed, "uniforms", a.round, *whose), n)
+        u = counter.uniform(counter.key(a.seed, "uniforms", a.round, *whose), n)
+        return (u + (a.place + 0.5) / a.course.cohort) % 1.0 if self.sampling == "stratified" else u
 
     def contexts(self, theta: F64, uniforms: F64) -> NDArray[np.uint8]:
         """What both sides know of a change's odds, for the codecs that can use it."""

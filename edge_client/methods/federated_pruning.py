@@ -42,8 +42,8 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 class State:
     """The whole server model, float32[d] and float32[buffers_d], and the units of this choice, packed bits.
 
-    `period` numbers the choice: the whole periods of `every` rounds before it. `trained` are the units trained last, None
-    where they are those of this choice.
+    `period` numbers the choice: the whole periods of `every` rounds before it. `trained` are the units that were
+    trained last, None where they are those of this choice.
     """
 
     parameters: F32
