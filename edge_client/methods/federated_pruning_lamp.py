@@ -31,7 +31,6 @@ from edge_client.methods.shared.pruned import (
     decoded_mask,
     expanded,
     fingerprint,
-    moved,
     prunable,
     unpacked,
 )
@@ -99,7 +98,8 @@ class FederatedPruningLamp(FedMap):
     ) -> tuple[State, Mapping[str, Record]]:
         """Move the values at the mask by the mean change; in a new period pick another mask."""
         manifest, (change, buffers), now = course.model.manifest, total, self.current(course, round_, state)
-        theta = moved(manifest, now.theta, unpacked(manifest, now.mask), change.value)
+        theta = now.theta.copy()
+        theta[alive(manifest, unpacked(manifest, now.mask))] += change.value
         statistics = buffers.value if self.sent_buffers(manifest) else now.buffers
         return self.current(course, round_ + 1, replace(now, theta=theta, buffers=statistics, trained=None)), {}
 

@@ -57,13 +57,6 @@ def expanded(model: Model, live: Bits, values: F32) -> F32:
     return theta
 
 
-def moved(manifest: Manifest, theta: F32, mask: Bits, change: F32) -> F32:
-    """theta plus a change of the values that the mask leaves, a copy: the same addition on both sides."""
-    theta = theta.copy()
-    theta[alive(manifest, mask)] += change
-    return theta
-
-
 def fingerprint(mask: Packed, values: F32) -> str:
     """The 64-bit name of a mask and the values that it leaves."""
     return bits_digest(np.concatenate([mask, values.view(np.uint8)]))
