@@ -74,7 +74,9 @@ def test_the_final_report_is_shown_to_the_operator(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")
         path, mine = "/v1/federations/fed/devices/a/report", bearer(credential("a"))
-        assert (await fleet.http.put(path, json=report, headers=mine)).status_code == 204
+        taken = await fleet.http.put(path, json=report, headers=mine)
+        assert taken.status_code == 204
+        assert "content-type" not in taken.headers  # a client that reads JSON by that header would read an empty text
         shown = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
         assert shown[0]["report"]["parameters_compact"] == 3
         refused(await fleet.http.put(path, json={**report, "score": 2}, headers=mine), "bad-message")

@@ -13,11 +13,14 @@ from typing import Any
 import httpx
 import pytest
 from coordination import LIMIT, OPERATOR, Fleet, bearer, credential, play, refused, settings
+from fastapi import Response
+from fastapi.routing import APIRoute
 from listening import listening
 from pydantic import TypeAdapter
 
 from coord_server.app import create_app
 from coord_server.coordinator import Coordinator
+from coord_server.http import bundles, device, operator, tokens
 from coord_server.problems import PROBLEMS
 from coord_server.store import open_store
 from edge_client.bundle import Manifest, generate
@@ -307,3 +310,10 @@ def test_head_is_answered_as_get_without_the_body_wherever_there_is_a_get(
 def said_of(answer: httpx.Response) -> dict[str, str]:
     """The headers of an answer that do not change with the time."""
     return {name: value for name, value in answer.headers.items() if name != "date"}
+
+
+def test_answers_without_a_body_name_no_content_type() -> None:
+    routes = [route for part in (bundles, device, operator, tokens) for route in part.router.routes]
+    bodiless = [r for r in routes if isinstance(r, APIRoute) and r.status_code == 204]
+    assert len(bodiless) == 7
+    assert {route.response_class for route in bodiless} == {Response}  # JSON's class names its type with no body too

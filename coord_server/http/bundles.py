@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Request, Response
 
 from coord_server import catalogue
 from coord_server.http import blobs, bodies
@@ -48,7 +48,7 @@ async def show_bundle(served: Viewed, digest: BundleDigest) -> BundleSummary:
     return await served.bundles.summary(digest)
 
 
-@router.delete("/bundles/{digest}", status_code=204, responses=documented("bundle-in-use"))
+@router.delete("/bundles/{digest}", status_code=204, response_class=Response, responses=documented("bundle-in-use"))
 async def delete_bundle(served: Operated, digest: BundleDigest) -> None:
     """Refused while a federation uses it."""
     await served.bundles.delete(digest)

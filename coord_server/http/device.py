@@ -155,7 +155,9 @@ async def upload_update(
     round_: RoundNumber,
     device: DeviceName,
     maskfleet_lease: Lease,
-    content_digest: Annotated[str | None, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")] = None,
+    content_digest: Annotated[
+        str | None, Header(description="Always due, as `bad-digest` says: `sha-256=:BASE64:` of the body (RFC 9530).")
+    ] = None,
     maskfleet_cost: Annotated[
         str | None,
         Header(description="`seconds,joules,megabytes,celsius`, then `,battery` if it has one; empty: unknown."),
@@ -211,7 +213,10 @@ async def _with_work(calling: Caller, receipt: Receipt, wait: float | None) -> t
 
 
 @router.put(
-    "/federations/{federation}/rounds/{round}/failures/{device}", status_code=204, responses=documented(*_LEASED)
+    "/federations/{federation}/rounds/{round}/failures/{device}",
+    status_code=204,
+    response_class=Response,
+    responses=documented(*_LEASED),
 )
 async def report_failure(
     request: Request,
@@ -232,7 +237,12 @@ async def report_failure(
     await calling.live.fail(round_, device, maskfleet_lease, failure)
 
 
-@router.put("/federations/{federation}/devices/{device}/report", status_code=204, responses=documented("forbidden"))
+@router.put(
+    "/federations/{federation}/devices/{device}/report",
+    status_code=204,
+    response_class=Response,
+    responses=documented("forbidden"),
+)
 async def report_personal_model(request: Request, calling: Calling, device: DeviceName, report: Report) -> None:
     """The device's final result on its own test data. The newest report counts."""
     calling.check(device, "report")

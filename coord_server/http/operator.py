@@ -131,7 +131,9 @@ async def change_federation(
     return _tagged(live.summary(), response)
 
 
-@router.delete("/federations/{federation}", status_code=204, responses=documented("wrong-phase"))
+@router.delete(
+    "/federations/{federation}", status_code=204, response_class=Response, responses=documented("wrong-phase")
+)
 async def delete_federation(request: Request, served: Operated, federation: FederationId) -> None:
     """Delete it with its devices, tokens, rounds, state, blobs and exports; its name is free again.
 
@@ -179,7 +181,7 @@ async def list_devices(
     return list(page.cut(found, [(d.device,) for d in found]))
 
 
-@router.delete("/federations/{federation}/devices/{device}", status_code=204)
+@router.delete("/federations/{federation}/devices/{device}", status_code=204, response_class=Response)
 async def remove_device(served: Operated, federation: FederationId, device: Name) -> None:
     """The round no longer waits for the device, and it cannot come back. Its acknowledged updates still count."""
     await (await served.find(federation)).remove(device)

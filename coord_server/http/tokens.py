@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Response
 
 from coord_server.http.access import FederationId, Operated
 from coord_server.http.pages import LINK, Paged
@@ -32,7 +32,7 @@ async def list_join_tokens(served: Operated, federation: FederationId, page: Pag
     return list(page.cut(found, [(t.id,) for t in found]))
 
 
-@router.delete("/federations/{federation}/tokens/{id}", status_code=204)
+@router.delete("/federations/{federation}/tokens/{id}", status_code=204, response_class=Response)
 async def revoke_join_token(
     served: Operated, federation: FederationId, id_: Annotated[TokenId, Path(alias="id")]
 ) -> None:
@@ -54,7 +54,7 @@ async def list_viewer_tokens(served: Operated, page: Paged) -> list[Viewer]:
     return list(page.cut(found, [(v.id,) for v in found]))
 
 
-@router.delete("/viewers/{id}", status_code=204)
+@router.delete("/viewers/{id}", status_code=204, response_class=Response)
 async def revoke_viewer_token(served: Operated, id_: Annotated[TokenId, Path(alias="id")]) -> None:
     """Other coordinators on the same data folder refuse it within a second."""
     await served.roles.remove_viewer(id_)
