@@ -1,4 +1,4 @@
-"""Every method has a page with every setting and its default, and the pages name nothing else."""
+"""Every method has a page with every setting, its default and all that travels; the pages have no other settings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from edge_bench.testing import digits
+from edge_bench.testing.methods import middle
 from pydantic_core import PydanticUndefined
 
 from edge_client.commands import method_inspection
 from edge_client.errors import ConfigError
 from edge_client.methods import Method
+from edge_client.protocol import payload
 
 PAGES = Path(__file__).parents[1] / "docs" / "methods"
 METHODS = {e.name: e for e in entry_points(group="maskfleet.methods") if e.value.startswith("edge_client.")}
@@ -56,6 +59,20 @@ def test_a_method_s_page_has_every_setting_with_its_default(name: str) -> None:
             assert text in ("none", "all", "`[]`") or " or " in text, (setting, text)
         else:
             assert written(text) == (list(default) if isinstance(default, tuple) else default), (setting, text)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_method_s_page_or_one_that_it_links_to_names_what_its_payloads_hold(name: str) -> None:
+    page = (PAGES / f"{name}.md").read_text()
+    text = page + "".join((PAGES / f"{other}.md").read_text() for other in set(re.findall(r"\((\w+)\.md", page)))
+    there, found = middle(METHODS[name].load()(), digits(), 0), set[str]()
+    for _ in range(3):
+        _, downlinks = there.sim.turns(there.rounds + 1, {device: i for i, device in enumerate(there.names)})
+        for data in (there.update(there.names[0]), *downlinks.values()):
+            content = payload.decode(data)
+            found |= {array.partition(".")[0] for array in content.arrays} | {*content.meta} - {"m"}  # m: protocol.md
+        there.go_on()
+    assert not [what for what in sorted(found) if not re.search(rf"`{what}[`.]", text)]
 
 
 def test_every_page_is_named_in_the_readme() -> None:
