@@ -75,6 +75,16 @@ def test_a_running_federation_in_a_dozen_lines() -> None:
     ]
 
 
+def test_a_device_that_failed_and_has_its_model_since_is_not_missing() -> None:
+    failure = Failure(kind="lost", reason="the state folder is of a backup")
+    report = Report(score=0.8, test_samples=4, parameters_dense=6, parameters_compact=6)
+    found = [device("a", failure=failure, report=report), device("b", failure=failure)]
+    ended = text(federation("finished", waits_for=[], expected=0), [closed(1, 0.5, 0.6)], found)
+    assert "devices 2 enrolled: 1 failed, 1 done" in ended
+    assert "failed: b (lost: the state folder is of a backup)" in ended
+    assert "a (lost" not in ended
+
+
 def test_a_federation_below_its_start_says_so() -> None:
     rounds = [closed(1, 0.75, 0.5), closed(2, 0.5, 0.5)]
     assert "warning fedpm ends at 0.500, below the model that round 1 started from (0.750)" in text(

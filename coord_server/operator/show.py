@@ -185,7 +185,9 @@ def _missing(found: Look, c: FederationConfig) -> list[tuple[str, str]]:
         if silent:
             said.append(f"silent: {_named(silent)}")
     failed = [
-        f"{d.device} ({d.failure.kind}: {d.failure.reason})" for d in found.devices if d.failure and not d.removed
+        f"{d.device} ({d.failure.kind}: {d.failure.reason})"
+        for d in found.devices
+        if d.failure and not d.report and not d.removed
     ]
     if failed:
         said.append(f"failed: {_named(failed)}")
