@@ -21,7 +21,7 @@ from unittest.mock import Mock
 
 import databases
 import pytest
-from sqlalchemy import insert, make_url
+from sqlalchemy import insert, make_url, select
 from sqlalchemy.exc import InternalError, OperationalError
 
 from coord_server import auth, store
@@ -29,7 +29,7 @@ from coord_server.problems import Refusal
 from coord_server.store import open_store
 from coord_server.store.blobs import CHUNK, FolderBlobs, Incoming
 from coord_server.store.metadata import Metadata
-from coord_server.store.tables import Known, Seen, tokens
+from coord_server.store.tables import Known, Seen, tokens, updates
 from coord_server.store.values import INLINE, Content, put, read
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError, StateError, StorageDamagedError, StorageFullError, StorageUnreachableError
@@ -270,6 +270,24 @@ def test_closing_a_round_drops_the_small_contents_and_switches_values_and_record
     dropped = (3, "{}", Content("e" * 64, None), {"a": None})
     assert data.commit("fed", 3, "s3", [lambda rows: rows.close_round(*dropped)])
     assert data.record("fed", "a") is None
+
+
+@EACH
+def test_of_the_updates_of_closed_rounds_each_device_s_last_one_stays_however_many_rounds_there_are(
+    tmp_path: Path,
+) -> None:
+    data, version = database(tmp_path), 0
+    cohorts = (("a", "b"), ("a", "c"), ("a", "b"), ("c",))
+    for n, cohort in enumerate(cohorts, 1):
+        row = (n, "{}", Content("e" * 64, None), {})
+        rows = [*(update(device, n) for device in cohort), lambda rows, row=row: rows.close_round(*row)]  # type: ignore[misc]
+        assert data.commit("fed", version, "s", rows)
+        version += 1
+    with data.database.writing("fed") as c:
+        left = c.execute(select(updates.c.device, updates.c.round)).all()
+    assert sorted(map(tuple, left)) == [("a", 3), ("b", 3), ("c", 4)]
+    assert data.acknowledged("fed", 3, "b") == ("f" * 64, 6)
+    assert data.acknowledged("fed", 2, "c") is None
 
 
 @EACH

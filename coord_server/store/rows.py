@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, case, delete, insert, update
+from sqlalchemy import Connection, bindparam, case, delete, insert, select, update
 
 from coord_server.store.tables import deleted, devices, federations, records, rounds, tokens, updates
 from coord_server.store.values import Content
@@ -116,12 +116,16 @@ class Rows:
     def close_round(self, round_: int, record: str, values: Content, kept: Mapping[str, Content | None]) -> None:
         """A round's record as JSON, the method's new global state, its new records by device (None: dropped).
 
-        The small contents of the round's updates go.
+        Of its updates the rows stay, for devices that send one again, until the next update of the same device has been
+        folded; the small contents go.
         """
         self._c.execute(insert(rounds).values(federation=self._federation, round=round_, record=record))
         for device, content in kept.items():
             self.set_record(device, round_, content)
-        of_round = (updates.c.federation == self._federation, updates.c.round == round_)
+        mine = updates.c.federation == self._federation
+        of_round = (mine, updates.c.round == round_)
         self._c.execute(update(updates).where(*of_round).values(content=None))
+        again = updates.c.device.in_(select(updates.c.device).where(*of_round))
+        self._c.execute(delete(updates).where(mine, updates.c.round < round_, again))
         after = {"values_round": round_, "values_sha256": values.sha256, "values_content": values.data}
         self._c.execute(update(federations).where(federations.c.id == self._federation).values(**after))
