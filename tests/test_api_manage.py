@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from base64 import urlsafe_b64encode
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from coordination import (
     OPERATOR,
     Fleet,
     bearer,
+    content_digest,
     credential,
     pages,
     play,
     refused,
     served,
     settings,
+    trained,
     until,
     whole,
     write_bundle,
@@ -90,6 +92,38 @@ def test_a_federation_that_runs_is_not_deleted_and_one_that_is_over_leaves_nothi
         assert (await fleet.operator("DELETE", f"/v1/bundles/{bundle}")).status_code == 204
         refused(await fleet.operator("DELETE", f"/v1/bundles/{bundle}"), "not-found")
         assert not list((tmp_path / "blobs" / "bundles").iterdir())
+
+    play(tmp_path, script)
+
+
+@pytest.mark.parametrize("end", ["stop", "delete"])
+def test_an_update_that_arrives_while_its_federation_ends_is_refused_and_leaves_nothing(
+    tmp_path: Path, end: str
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", d=LARGE)
+        work, begun, over = await fleet.due("a"), asyncio.Event(), asyncio.Event()
+        body = trained(await fleet.fetch("a", work), "a")
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield body[:9]
+            begun.set()
+            await over.wait()
+            yield body[9:]
+
+        said = {"Content-Digest": content_digest(body)}
+        sent = asyncio.create_task(fleet.upload("a", work["round"], work["lease"], slow(), said))
+        await begun.wait()
+        assert (await fleet.operator("POST", f"{FED}/stop")).status_code == 200
+        if end == "delete":
+            assert (await fleet.operator("DELETE", FED)).status_code == 204
+        over.set()
+        if end == "delete":
+            assert "federation 'fed' was deleted" in refused(await sent, "not-found")
+            assert shelves(tmp_path) == set()
+        else:
+            assert "the federation is stopped" in refused(await sent, "wrong-phase")
+            assert not list((tmp_path / "blobs" / "fed" / "updates").glob("*/*"))
 
     play(tmp_path, script)
 

@@ -109,6 +109,7 @@ class Commits:
         the engine refuses, StateError when that was not confirmed: the caller then sends the same request again.
         """
         if self._closed:
+            await self._head()  # of a deleted federation there is none
             raise StorageUnreachableError("the coordinator is going down; send the request again soon")
         waiting = _Waiting(event, write, adopt, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
@@ -210,10 +211,8 @@ class Commits:
         return written
 
     async def _reload(self) -> bool:
-        """Load the database's state when its version differs; whether it did. Raises StateError."""
-        head = await asyncio.to_thread(self._metadata.head, self.id)
-        if head.first != self.first:
-            raise Refusal("not-found", f"federation {self.id!r} was deleted; another one has its name now")
+        """Load the database's state when its version differs; whether it did. Raises Refusal, StateError."""
+        head = await self._head()
         if head.version == self.version:
             return False
         before, self.state = self.state, engine.load(head.state)
@@ -222,6 +221,13 @@ class Commits:
         self._arm()
         self._followers.committed(before)
         return True
+
+    async def _head(self) -> Head:
+        """The federation's row as it stands. Raises Refusal when it was deleted, StateError."""
+        head = await asyncio.to_thread(self._metadata.head, self.id)
+        if head.first != self.first:
+            raise Refusal("not-found", f"federation {self.id!r} was deleted; another one has its name now")
+        return head
 
     # --- time
 

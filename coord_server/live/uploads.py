@@ -80,6 +80,7 @@ class Uploads:
         try:
             with self._commits.faults.watch("updates", f"the update of {device!r} could not be accepted"):
                 size, small = await receive(incoming, body, await self.limit(), "an update of this method")
+                await self._commits.ask(event)  # the round may be over by now, and then nothing is stored
                 checked = await self._check(event, incoming, small)
                 now, content = self._commits.clock(), Content(sha256, small)
                 await self._commits.submit(
