@@ -276,13 +276,12 @@ def test_closing_a_round_drops_the_small_contents_and_switches_values_and_record
 def test_of_the_updates_of_closed_rounds_each_device_s_last_one_stays_however_many_rounds_there_are(
     tmp_path: Path,
 ) -> None:
-    data, version = database(tmp_path), 0
+    data = database(tmp_path)
     cohorts = (("a", "b"), ("a", "c"), ("a", "b"), ("c",))
     for n, cohort in enumerate(cohorts, 1):
         row = (n, "{}", Content("e" * 64, None), {})
         rows = [*(update(device, n) for device in cohort), lambda rows, row=row: rows.close_round(*row)]  # type: ignore[misc]
-        assert data.commit("fed", version, "s", rows)
-        version += 1
+        assert data.commit("fed", n - 1, "s", rows)
     with data.database.writing("fed") as c:
         left = c.execute(select(updates.c.device, updates.c.round)).all()
     assert sorted(map(tuple, left)) == [("a", 3), ("b", 3), ("c", 4)]
