@@ -72,8 +72,7 @@ class Bundles:
         return await asyncio.to_thread(self._receipt, digest, checked=True)
 
     def _add(self, digest: str, manifest: bytes) -> None:
-        with self._store.creating():
-            self._store.metadata.expect_bundle(digest)
+        with self._store.changing(bundle_shelf(digest)):
             if not self._store.blobs.holds(bundle_shelf(digest), digest):
                 self._store.blobs.put(bundle_shelf(digest), manifest)
             self._store.metadata.add_bundle(digest, self._clock())
@@ -114,7 +113,7 @@ class Bundles:
         return await self.receipt(made.digest)
 
     def _keep(self, source: str, made: warm.Derived) -> None:
-        with self._store.creating():
+        with self._store.changing(bundle_shelf(made.digest)):
             self.write(source, made)
             self._store.metadata.add_bundle(made.digest, self._clock())
 
@@ -123,12 +122,11 @@ class Bundles:
         return warm.derive(read_manifest(self._store, digest), values)
 
     def write(self, source: str, made: warm.Derived) -> None:
-        """Write the blobs of a bundle that was derived from `source`; the caller, within `creating`, adds its row.
+        """Write the blobs of a bundle that was derived from `source`; the caller, within `changing`, adds its row.
 
         Repeating this is harmless. Blocks. Raises StateError.
         """
         blobs, shelf = self._store.blobs, bundle_shelf(made.digest)
-        self._store.metadata.expect_bundle(made.digest)
         blobs.put(shelf, made.content)
         blobs.put(shelf, made.weights)
         for name, part in made.model.manifest.parts.items():
@@ -141,7 +139,7 @@ class Bundles:
 
     async def delete(self, digest: str) -> None:
         """Delete a bundle. Raises Refusal when a federation uses it or there is none, StateError."""
-        used = await asyncio.to_thread(self._store.metadata.delete_bundle, digest)
+        used = await asyncio.to_thread(self._delete, digest)
         if used is None:
             raise Refusal(
                 "not-found", f"there is no bundle {digest}; `maskfleet bundle list` or GET /v1/bundles has them"
@@ -149,7 +147,12 @@ class Bundles:
         if used:
             first, more = ", ".join(used[:NAMED]), f" and {len(used) - NAMED} more" if len(used) > NAMED else ""
             raise Refusal("bundle-in-use", f"bundle {digest} is used by {first}{more}; delete these federations first")
-        await asyncio.to_thread(self._store.sweep)
+
+    def _delete(self, digest: str) -> list[str] | None:
+        if self._store.metadata.added_at(digest) is None:  # a shelf that no row ever named is not touched
+            return None
+        with self._store.changing(bundle_shelf(digest)):
+            return self._store.metadata.delete_bundle(digest)
 
     def _manifest(self, digest: str) -> Manifest:
         if self._store.metadata.added_at(digest) is None:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from coord_server import auth, creation, events
 from coord_server.bundles import MAX_PARAMETERS, Bundles, read_manifest
@@ -19,6 +20,7 @@ from coord_server.live.unloaded import UnloadedFederation
 from coord_server.problems import Refusal
 from coord_server.roles import Roles
 from coord_server.store import Store
+from coord_server.store.blobs import federation_shelf
 from edge_client.errors import MaskfleetError, StateError
 from edge_client.protocol.messages import Enrol, Enrolled, Federation, FederationConfig
 
@@ -140,9 +142,15 @@ class Coordinator:
         One that could not be loaded here may run at another coordinator: it is refused while its state shows that. Once
         the rows are gone a kill loses nothing: the next start drops the blobs that are left.
         """
-        await (await self.find_any(id_)).delete()
-        await self._look()  # which leaves alone what another coordinator has just made of that name
-        await asyncio.to_thread(self.store.sweep)
+        found = await self.find_any(id_)
+        with ExitStack() as changing:
+            shelf = self.store.changing(federation_shelf(id_, found.first))
+            await asyncio.to_thread(changing.enter_context, shelf)
+            try:
+                await found.delete()
+                await self._look()  # which leaves alone what another coordinator has just made of that name
+            finally:
+                await asyncio.to_thread(changing.close)
 
     async def operate(self, id_: str, kind: type[events.Event]) -> Federation:
         """Start, pause, resume or stop a federation; one that could not be loaded can be stopped.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 from coord_server import aggregation, engine
@@ -12,7 +14,7 @@ from coord_server.bundles import Bundles, load_model, read_manifest
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from coord_server.store import Store
-from coord_server.store.blobs import BUNDLES, INCOMING, federation_shelf
+from coord_server.store.blobs import BUNDLES, INCOMING, bundle_shelf, federation_shelf
 from coord_server.store.values import put
 from coord_server.warm import Derived
 from edge_client.backends import check_parts, installed
@@ -24,6 +26,7 @@ from edge_client.task import Course
 log = logging.getLogger("maskfleet")
 
 RESERVED = (BUNDLES, INCOMING)  # names that mean something else in the blob store
+FIRST_BITS = 52  # of a federation's first version: those of a deleted one of its name are never met, doubles hold it
 
 
 def taken(name: str) -> Refusal:
@@ -85,13 +88,14 @@ def _add(
         raise Refusal("bad-config", "the settings hold text that is not Unicode; leave it out") from None
     if FederationConfig.model_validate_json(text) != config:
         raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
-    with store.creating():
-        first = store.metadata.expect_federation(config.name)
-        if first is None:
-            raise taken(config.name)
+    first = secrets.randbits(FIRST_BITS)
+    shelf = federation_shelf(config.name, first)
+    with ExitStack() as changing:
+        changing.enter_context(store.changing(shelf))
         if derived is not None:
+            changing.enter_context(store.changing(bundle_shelf(bundle)))
             bundles.write(source, derived)
-        values = put(store.blobs, f"{federation_shelf(config.name, first)}/values/0", aggregation.pack(start))
+        values = put(store.blobs, f"{shelf}/values/0", aggregation.pack(start))
         found = store.metadata.add_federation(
             config.name, text, config.bundle, engine.dump(engine.State()), values, clock(), first, derived is not None
         )

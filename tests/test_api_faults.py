@@ -29,7 +29,6 @@ from coordination import (
 )
 
 from coord_server import aggregation, coordinator
-from coord_server.store import Store
 from coord_server.store.metadata import Metadata
 from coord_server.store.rows import Rows
 from coord_server.store.values import Content
@@ -72,8 +71,6 @@ def test_an_outage_of_the_database_is_logged_when_it_begins_and_ends(
         if len(looks) < 30:
             raise faults[(len(looks) + 1) % 2]
         return known(metadata)
-
-    monkeypatch.setattr(Store, "sweep", lambda store: None)  # that of the start asks for what is known too
 
     async def script(_: Fleet) -> None:
         monkeypatch.setattr(Metadata, "known", failing)
@@ -342,7 +339,7 @@ def test_an_update_that_was_damaged_on_disk_enters_no_round(tmp_path: Path) -> N
         assert (await fleet.train("a")).status_code == 201
 
     async def second(fleet: Fleet) -> bytes:
-        (blob,) = (tmp_path / "x" / "blobs" / "fed" / "updates" / "1").iterdir()
+        (blob,) = (tmp_path / "x" / "blobs").glob("fed~*/updates/1/*")
         good = blob.read_bytes()
         blob.write_bytes(flipped(good))
         assert (await fleet.train("bb")).status_code == 201
@@ -381,8 +378,7 @@ def test_updates_and_values_of_closed_rounds_are_swept(tmp_path: Path) -> None:
         await whole(fleet, "a", "bb")
 
         def rounds(kind: str) -> list[str]:
-            folder = tmp_path / "blobs" / "fed" / kind
-            return sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+            return sorted(p.name for p in (tmp_path / "blobs").glob(f"fed~*/{kind}/*"))
 
         end = time.monotonic() + LIMIT
         while (left := [rounds(kind) for kind in ("updates", "values")]) != [[], ["1", "2"]]:
@@ -398,15 +394,16 @@ def test_a_sweep_leaves_what_another_process_may_still_read_and_a_record_that_it
         await whole(fleet, "a", "bb")
         there = fleet.http._transport.app.state.coordinator  # type: ignore[attr-defined]
         blobs, rounds = there.store.blobs, there.federation("fed")._rounds
+        root = rounds._method_state.root
         for shelf in ("updates", "downlinks", "values", "records/a", "records/bb"):
             for round_ in range(1 - (shelf == "values"), 4):
-                blobs.put(f"fed/{shelf}/{round_}", b"x")
+                blobs.put(f"{root}/{shelf}/{round_}", b"x")
         with there.store.metadata.database.writing("fed") as c:
             Rows(c, "fed").set_record("a", 1, Content("0" * 64, None))
         rounds._sweep(None)
-        left = {shelf: blobs.shelves(f"fed/{shelf}") for shelf in ("updates", "downlinks", "values")}
+        left = {shelf: blobs.shelves(f"{root}/{shelf}") for shelf in ("updates", "downlinks", "values")}
         assert left == {"updates": [], "downlinks": ["2", "3"], "values": ["1", "2", "3"]}
-        assert (blobs.shelves("fed/records/a"), blobs.shelves("fed/records/bb")) == (["1", "2", "3"], ["2", "3"])
+        assert [blobs.shelves(f"{root}/records/{d}") for d in ("a", "bb")] == [["1", "2", "3"], ["2", "3"]]
 
     play(tmp_path, script)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,11 +18,10 @@ from coordination import LARGE, LIMIT, Fleet, manifest, play, refused, settings,
 from coord_server.store import Store, database, open_store
 from coord_server.store.blobs import FolderBlobs
 from coord_server.store.metadata import Metadata
-from coord_server.store.values import Content
 from edge_client.bundle import digest
-from edge_client.errors import StorageFullError, StorageUnreachableError
+from edge_client.errors import StorageFullError
 
-SWEPT = ("fed/", "incoming/")  # where the sweep of the source's own rounds goes on
+SWEPT = ("fed~", "incoming/")  # where the sweep of the source's own rounds goes on
 NEXT = settings(name="next", bundle=digest(manifest(LARGE).to_bytes()), start_from={"federation": "fed"})
 FIRST, SECOND = "d" * 64, "e" * 64
 
@@ -46,6 +45,13 @@ async def come_true(done: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
+@contextmanager
+def cut(store: Store, shelf: str) -> Iterator[None]:
+    """`changing` of a coordinator that is killed: the note stays, nothing is dropped."""
+    with store.blobs.noted(shelf):
+        yield
+
+
 def killed(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, calls: int) -> None:
     """The coordinator is killed at the start of a call of a function, after so many that end."""
     function, left = getattr(kind, name), [calls]
@@ -57,7 +63,7 @@ def killed(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, calls: int) -
         return function(*given, **more)
 
     monkeypatch.setattr(kind, name, counted)
-    monkeypatch.setattr(Store, "sweep", lambda store: None)
+    monkeypatch.setattr(Store, "changing", cut)
 
 
 @pytest.mark.usefixtures("each_database")
@@ -82,7 +88,7 @@ def test_a_creation_whose_coordinator_was_killed_leaves_nothing_and_can_be_repea
         assert len(stored(tmp_path, *SWEPT)) == len(before) + (4 if name == "add_federation" else calls)
 
     async def again(fleet: Fleet) -> None:
-        await come_true(lambda: stored(tmp_path, "fed/") <= before)
+        await come_true(lambda: stored(tmp_path, "fed~") <= before)
         assert len((await fleet.operator("GET", "/v1/bundles")).json()) == 1
         made = await fleet.operator("POST", "/v1/federations", json=NEXT)
         assert made.status_code == 201, made.text
@@ -151,25 +157,24 @@ def test_a_waiting_writer_outlasts_the_silence_of_a_coordinator_that_lost_its_po
     assert database.SILENCE < database.PATIENCE
 
 
-def test_a_sweep_beside_a_creation_drops_nothing_and_the_next_one_what_was_cut_short(tmp_path: Path) -> None:
+def test_a_start_beside_a_creation_drops_nothing_and_the_next_one_what_was_cut_short(tmp_path: Path) -> None:
     one, other = open_store(tmp_path / "data"), open_store(tmp_path / "data")
-    shelf = f"bundles/{FIRST}"
-    with one.creating():
-        one.metadata.expect_bundle(FIRST)
-        assert one.metadata.expect_federation("fed") == 0
-        manifest_, values = one.blobs.put(shelf, b"manifest"), one.blobs.put("fed/values/0", b"values")
-        other.sweep()
+    shelf, fed = f"bundles/{FIRST}", "fed~1"
+    with one.changing(shelf), one.changing(fed):
+        manifest_, values = one.blobs.put(shelf, b"manifest"), one.blobs.put(f"{fed}/values/0", b"values")
+        start = Thread(target=lambda: (open_store(tmp_path / "data").close(), other.sweep()))
+        start.start()
+        start.join(0.5)
         assert one.blobs.read(shelf, manifest_) == b"manifest"
-        assert one.blobs.read("fed/values/0", values) == b"values"
+        assert one.blobs.read(f"{fed}/values/0", values) == b"values"
         one.metadata.add_bundle(FIRST, 1.0)
-    other.sweep()
+    start.join()
     assert one.blobs.read(shelf, manifest_) == b"manifest"
-    assert one.blobs.shelves("fed") == []
+    assert one.blobs.shelves("fed~1") == []
 
     def cut_short() -> None:
-        with one.creating():
-            assert one.metadata.expect_federation("fed") == 1
-            one.blobs.put("fed~1/values/0", b"values")
+        with one.changing(fed):
+            one.blobs.put(f"{fed}/values/0", b"values")
             raise StorageFullError("no room")
 
     with pytest.raises(StorageFullError):
@@ -179,7 +184,7 @@ def test_a_sweep_beside_a_creation_drops_nothing_and_the_next_one_what_was_cut_s
         store.close()
 
 
-def test_a_sweep_leaves_alone_what_the_database_has_never_heard_of(tmp_path: Path) -> None:
+def test_a_start_leaves_alone_what_the_database_has_never_heard_of(tmp_path: Path) -> None:
     """Such as the blobs that are newer than a database that was restored by mistake, or a user's folder."""
     store = open_store(tmp_path / "data")
     store.blobs.put(f"bundles/{FIRST}", b"manifest")
@@ -191,146 +196,98 @@ def test_a_sweep_leaves_alone_what_the_database_has_never_heard_of(tmp_path: Pat
     store.close()
 
 
-def test_of_two_creations_of_one_name_the_later_one_counts(tmp_path: Path) -> None:
-    """A federation begins above every version that its name ever had."""
+def test_the_blobs_of_a_deleted_bundle_that_is_there_again_stay(tmp_path: Path) -> None:
+    """Also with a database that is older or newer than the folder: only notes, which lie beside the blobs, count."""
     store = open_store(tmp_path / "data")
-    store.metadata.add_bundle(FIRST, 1.0)
-    older, newer = store.metadata.expect_federation("fed"), store.metadata.expect_federation("fed")
-    row = ("fed", "{}", FIRST, "s0", Content("0" * 64, b"g"), 1.0)
-    assert store.metadata.add_federation(*row, older or 0) == "taken"
-    assert store.metadata.add_federation(*row, newer or 0) == "added"
-    assert (older, store.metadata.head("fed").first, store.metadata.expect_federation("fed")) == (0, 1, None)
+
+    def add() -> None:
+        with store.changing(f"bundles/{FIRST}"):
+            store.blobs.put(f"bundles/{FIRST}", b"manifest")
+            store.metadata.add_bundle(FIRST, 1.0)
+
+    def delete() -> None:
+        with store.changing(f"bundles/{FIRST}"):
+            assert store.metadata.delete_bundle(FIRST) == []
+
+    add()
+    delete()
+    assert (store.blobs.shelves("bundles"), store.blobs.notes()) == ([], [f"bundles/{FIRST}"])
+    add()
+    assert store.blobs.notes() == []
+    assert store.metadata.delete_bundle(FIRST) == []  # as an older database has it
+    store.sweep()
+    assert store.blobs.shelves("bundles") == [FIRST]
     store.close()
 
 
-def test_what_is_deleted_beside_a_creation_is_dropped_when_the_creation_ends(tmp_path: Path) -> None:
-    one, other = open_store(tmp_path / "data"), open_store(tmp_path / "data")
-    with one.creating():
-        one.metadata.add_bundle(FIRST, 1.0)
-        one.blobs.put(f"bundles/{FIRST}", b"manifest")
-    with one.creating():
-        assert other.metadata.delete_bundle(FIRST) == []
-        other.sweep()
-        assert other.blobs.shelves("bundles") == [FIRST]
-    assert other.blobs.shelves("bundles") == []
+def test_what_a_thread_writes_to_a_federation_that_was_just_deleted_goes_with_the_next_start(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "data")
+    with store.changing("fed~1"):
+        store.blobs.put("fed~1/values/0", b"values")
+    store.blobs.put("fed~1/updates/3", b"late")
+    store.sweep()
+    assert (stored(tmp_path / "data"), store.blobs.notes()) == (set(), [])
+    store.close()
+
+
+def test_two_changes_of_one_bundle_take_turns(tmp_path: Path) -> None:
+    one, other, order = open_store(tmp_path / "data"), open_store(tmp_path / "data"), list[str]()
+
+    def change(store: Store, name: str) -> None:
+        with store.changing(f"bundles/{FIRST}"):
+            order.append(name)
+            store.metadata.add_bundle(FIRST, 1.0)
+            time.sleep(0.01)
+            order.append(name)
+
+    threads = [Thread(target=change, args=(store, name)) for store in (one, other) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order[::2] == order[1::2]
+    assert one.blobs.notes() == []
     for store in (one, other):
         store.close()
 
 
-def test_no_mark_of_what_may_be_swept_covers_a_federation_that_is_there(tmp_path: Path) -> None:
-    """A coordinator of an older version drops the blobs of every federation that a mark covers."""
-    store = open_store(tmp_path / "data")
-    store.metadata.add_bundle(FIRST, 1.0)
-    for version in (0, 3):
-        first = store.metadata.expect_federation("fed")
-        assert first == version
-        row = ("fed", "{}", FIRST, "s0", Content("0" * 64, b"g"), 1.0)
-        assert store.metadata.add_federation(*row, first) == "added"
-        assert store.metadata.deleted()["fed"] == first - 1
-        assert store.metadata.commit("fed", first, "s1", [])
-        assert store.metadata.delete_federation("fed", first + 1)
-    store.close()
-
-
-def test_a_sweep_removes_files_without_the_lock_so_a_slow_disk_keeps_no_creation_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, remove, met = open_store(tmp_path / "data"), FolderBlobs.remove, list[Path]()
-    store.metadata.expect_bundle(FIRST)
-    store.blobs.put(f"bundles/{FIRST}", b"manifest")
-
-    def slow(blobs: FolderBlobs, aside: Path) -> None:
-        with os.fdopen(os.open(tmp_path / "data" / "sweep", os.O_RDWR)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as a creation takes it
-        assert store.blobs.shelves("bundles") == []
-        remove(blobs, aside)
-        met.append(aside)
-
-    monkeypatch.setattr(FolderBlobs, "remove", slow)
-    store.sweep()
-    assert [aside.exists() for aside in met] == [False]
-    store.close()
-
-
-def test_what_a_sweep_set_aside_before_it_was_killed_is_removed_at_the_next_start(
+def test_what_left_its_place_before_a_kill_is_removed_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path / "data")
-    store.metadata.expect_bundle(FIRST)
-    store.blobs.put(f"bundles/{FIRST}", b"manifest")
-    with monkeypatch.context() as patched:
-        patched.setattr(FolderBlobs, "remove", lambda blobs, aside: None)
-        store.sweep()
-    assert len(stored(tmp_path / "data")) == 1
+    with monkeypatch.context() as patched, store.changing(f"bundles/{FIRST}"):
+        patched.setattr("shutil.rmtree", lambda path, ignore_errors: None)
+        store.blobs.put(f"bundles/{FIRST}", b"manifest")
+        store.blobs.drop(f"bundles/{FIRST}")
+    assert len(stored(tmp_path / "data")) == 2  # and its note
     store.close()
     foreign = tmp_path / "data" / "blobs" / "incoming" / "backup"
     foreign.mkdir()
     (foreign / "mine").touch()
-    open_store(tmp_path / "data").close()
+    store = open_store(tmp_path / "data")
+    store.sweep()
+    store.close()
     assert stored(tmp_path / "data") == {"incoming/backup/mine"}
 
 
-def test_a_deletion_beside_another_sweep_is_swept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other sweep may have asked what is gone before this deletion; this one waits for its end."""
-    one, other = open_store(tmp_path / "data"), open_store(tmp_path / "data")
-    for bundle in (FIRST, SECOND):
-        with one.creating():
-            one.metadata.add_bundle(bundle, 1.0)
-            one.blobs.put(f"bundles/{bundle}", b"manifest")
-    set_aside, sweeps = FolderBlobs.set_aside, list[Thread]()
-
-    def late(blobs: FolderBlobs, shelf: str) -> Path:
-        if not sweeps:
-            assert other.metadata.delete_bundle(SECOND) == []
-            sweeps.append(Thread(target=other.sweep))
-            sweeps[0].start()
-            sweeps[0].join(0.5)  # it has given up, or waits
-        return set_aside(blobs, shelf)
-
-    monkeypatch.setattr(FolderBlobs, "set_aside", late)
-    assert one.metadata.delete_bundle(FIRST) == []
-    one.sweep()
-    sweeps[0].join()
-    assert one.blobs.shelves("bundles") == []
-    for store in (one, other):
-        store.close()
-
-
-def test_a_shelf_that_cannot_be_moved_keeps_no_sweep_from_the_others_and_the_log_names_it(
+def test_a_deletion_whose_blobs_cannot_be_dropped_is_a_deletion_and_the_next_start_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, rename = open_store(tmp_path / "data"), os.rename
-    for bundle in (FIRST, SECOND):
-        store.metadata.expect_bundle(bundle)
-        store.blobs.put(f"bundles/{bundle}", b"manifest")
+    rename = os.rename
 
     def stuck(source: Path, target: Path) -> None:
-        if source.name == FIRST:
+        if source.parent.name == "bundles":
             raise PermissionError(13, "Permission denied")
         rename(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.rename", stuck)
-        store.sweep()
-        assert [os.path.dirname(address) for address in stored(tmp_path / "data")] == [f"bundles/{FIRST}"]
-    assert f"the blobs of bundles/{FIRST} were not dropped, a later sweep tries again: Permission denied" in caplog.text
-    store.sweep()
-    assert stored(tmp_path / "data") == set()
-    store.close()
-
-
-def test_a_deletion_whose_sweep_fails_is_a_deletion_and_the_log_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(metadata: Metadata) -> dict[str, int]:
-        raise StorageUnreachableError("the database is away")
 
     async def script(fleet: Fleet) -> None:
         bundle = await fleet.bundle()
         with monkeypatch.context() as m:
-            m.setattr(Metadata, "deleted", broken)
+            m.setattr("os.rename", stuck)
             assert (await fleet.operator("DELETE", f"/v1/bundles/{bundle}")).status_code == 204
         assert (await fleet.operator("GET", f"/v1/bundles/{bundle}")).status_code == 404
-        assert "blobs that no row names were not swept, a later sweep tries again" in caplog.text
+        assert f"blobs of bundles/{bundle} may be left, the next start tries again" in caplog.text
+        assert stored(tmp_path, "incoming/")
 
     play(tmp_path, script)
+    play(tmp_path, lambda fleet: come_true(lambda: stored(tmp_path) == set()))

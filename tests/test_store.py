@@ -753,7 +753,7 @@ def test_a_first_start_that_was_killed_is_gone_on_with(
 def test_an_empty_folder_is_refused_because_its_disk_may_not_be_mounted(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     (folder / "lost+found").mkdir(parents=True)
-    for locks in ([], ["lock", "sweep"]):  # a coordinator that goes on below the missing disk takes its locks there
+    for locks in ([], ["lock"]):  # a coordinator that goes on below the missing disk takes its locks there
         for name in locks:
             (folder / name).touch()
         with pytest.raises(StorageDamagedError, match="is empty; if its disk is not mounted, mount it; --init starts"):

@@ -327,9 +327,7 @@ class LiveFederation:
 
     async def delete(self) -> None:
         """Delete the federation and all its rows; its blobs stay. Raises Refusal, StateError."""
-        await self._commits.submit(
-            events.Deleted(self._clock()), lambda rows: rows.delete_federation(self._commits.version + 1)
-        )
+        await self._commits.submit(events.Deleted(self._clock()), Rows.delete_federation)
         log.info("%s: deleted by the operator", self.id)
 
     async def remove(self, device: str) -> None:

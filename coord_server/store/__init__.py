@@ -2,14 +2,12 @@
 
 DATA/coordinator.db     tables (SQLite), unless a database URL is given
 DATA/blobs/             incoming/ (what is written or removed just now; a start empties it), bundles/DIGEST/,
-                        FEDERATION/{values,updates,downlinks}/ROUND/,
-                        FEDERATION/records/DEVICE/ROUND/; FEDERATION~VERSION/ when its name was used before
+                        FEDERATION~FIRST/{values,updates,downlinks}/ROUND/,
+                        FEDERATION~FIRST/records/DEVICE/ROUND/; FIRST tells federations of one name apart
 DATA/store-id           the marker: the id that the database holds too, so that a wrong or lost half is detected;
                         "new ID" until the database holds it, so that a first start can be killed at any time
 DATA/operator-token     the operator's token, readable by its owner only
 DATA/lock               held while a process opens the folder
-DATA/sweep              held (shared) while blobs are written whose row comes after them, and (exclusive) by a sweep,
-                        which first waits (shared) for the sweep before it
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -27,14 +25,14 @@ from uuid import uuid4
 from sqlalchemy import URL
 
 from coord_server.auth import OPERATOR_FILE
-from coord_server.store.blobs import BUNDLES, INCOMING, FolderBlobs, bundle_shelf, disk, owner
+from coord_server.store.blobs import BUNDLES, INCOMING, FolderBlobs, disk
 from coord_server.store.metadata import Metadata
 from edge_client.errors import MaskfleetError, StateError, StorageDamagedError
 from edge_client.files import make_folder, sync_folder, write_whole
 
 log = logging.getLogger("maskfleet")
 
-DATABASE, BLOBS, MARKER, LOCK, SWEEP = "coordinator.db", "blobs", "store-id", "lock", "sweep"
+DATABASE, BLOBS, MARKER, LOCK = "coordinator.db", "blobs", "store-id", "lock"
 NEW = "new "  # before the id in the marker of a first start
 FOREIGN = "lost+found"  # the file system's own folder
 ELSEWHERE, MEND = "name another folder with --data", "mount or restore what is missing"
@@ -53,43 +51,33 @@ class Store:
         self.metadata.close()
 
     @contextmanager
-    def creating(self) -> Iterator[None]:
-        """While blobs are written whose row comes after them: no process sweeps meanwhile. Raises StateError.
+    def changing(self, shelf: str, started: bool = False) -> Iterator[None]:
+        """While the row of a shelf comes or goes, of one process at a time. Blocks. Raises StateError.
 
-        At its end follows a sweep: of what was written when the row did not come after all, and of what was deleted
-        meanwhile.
+        A shelf without a row at the end is dropped, after a kill by the next start. A thread may still write there: so
+        the note of a shelf that went stays until a process has `started`.
         """
-        try:
-            with _locked(self.folder / SWEEP, fcntl.LOCK_SH):
+        with self.blobs.noted(shelf) as note:
+            try:
                 yield
-        finally:
-            self.sweep()
+            finally:
+                try:
+                    here = self.metadata.names(shelf)
+                    if not here:
+                        self.blobs.drop(shelf)
+                    if here or started:
+                        note.unlink()
+                except (MaskfleetError, OSError) as error:
+                    log.warning("blobs of %s may be left, the next start tries again: %s", shelf, error)
 
     def sweep(self) -> None:
-        """Drop the blobs of what was deleted, and of creations that did not end. Blocks; a failure is logged.
-
-        While something is being created nothing is dropped: the sweep at its end does that.
-        """
-        gone: list[Path] = []
-        try:
-            with _locked(self.folder / SWEEP, fcntl.LOCK_SH):
-                pass  # another sweep is over, which may have asked what is gone before this deletion
-            with suppress(BlockingIOError), _locked(self.folder / SWEEP, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                gone = [self.blobs.set_aside(shelf) for shelf in self._unnamed()]
-            for path in gone:  # without the lock: a slow disk keeps no creation waiting
-                self.blobs.remove(path)
-        except (MaskfleetError, OSError) as error:
-            log.warning("blobs that no row names were not swept, a later sweep tries again: %s", error)
-
-    def _unnamed(self) -> Iterator[str]:
-        """The shelves of bundles and federations that the database knows to be gone."""
-        gone, known = self.metadata.deleted(), self.metadata.known()
-        yield from (shelf for shelf in map(bundle_shelf, self.blobs.shelves(BUNDLES)) if shelf in gone)
-        for shelf in self.blobs.shelves(""):
-            name, first = owner(shelf)
-            here = name in known and known[name].first == first
-            if first <= gone.get(name, -1) and not here:
-                yield shelf
+        """Drop what is left of creations and deletions that were killed. Blocks; a failure is logged."""
+        for shelf in self.blobs.notes():
+            try:
+                with self.changing(shelf, started=True):
+                    pass
+            except MaskfleetError as error:
+                log.warning("blobs of %s may be left, the next start tries again: %s", shelf, error)
 
 
 def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:
@@ -103,7 +91,7 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     if not folder.is_dir():
         raise StateError(f"{folder} is a file, not a folder; {ELSEWHERE}")
     with disk(f"{folder} cannot be used"):
-        empty = {p.name for p in folder.iterdir()} <= {FOREIGN, OPERATOR_FILE, LOCK, SWEEP}
+        empty = {p.name for p in folder.iterdir()} <= {FOREIGN, OPERATOR_FILE, LOCK}
     if empty and not init:
         advice = "if its disk is not mounted, mount it; --init starts anew in it"
         raise StorageDamagedError(f"the folder {folder} is empty; {advice}")
@@ -148,18 +136,16 @@ def _open(folder: Path, database: str | None) -> Store:
             raise
 
 
-def _alone(folder: Path) -> AbstractContextManager[None]:
-    """Processes that start together open the folder one after another: SQLite creates a database for one at a time."""
-    return _locked(folder / LOCK, fcntl.LOCK_EX)
-
-
 @contextmanager
-def _locked(path: Path, how: int) -> Iterator[None]:
-    """Hold a lock, which a process that is killed loses at once. Raises StateError, BlockingIOError with LOCK_NB."""
-    with disk(f"{path.parent} cannot be used"):
-        lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+def _alone(folder: Path) -> Iterator[None]:
+    """Processes that start together open the folder one after another: SQLite creates a database for one at a time.
+
+    A process that is killed loses the lock at once. Raises StateError.
+    """
+    with disk(f"{folder} cannot be used"):
+        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(lock, how)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)

@@ -2,20 +2,19 @@
 
 A blob lies in a *shelf* (a relative folder such as ``har/updates/3``), so that what belongs together goes together: a
 shelf is dropped whole once nothing can ask for it, and equal bytes on two shelves never share a file. A write is:
-temporary file, fsync, rename, fsync of the folder. Several processes may use one folder: a temporary file is locked
-while its process writes it, and the operating system releases the lock when the process ends. Another backend has the
-public functions of `FolderBlobs`.
+temporary file, fsync, rename, fsync of the folder. A *note* names a shelf whose row in the database comes or goes.
+Several processes may use one folder: temporary files and notes are locked while a process needs them, and the operating
+system releases a lock when its process ends. Another backend has the public functions of `FolderBlobs`.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from uuid import uuid4
@@ -23,11 +22,10 @@ from uuid import uuid4
 from edge_client.errors import StorageDamagedError, StorageFullError, StorageUnreachableError
 from edge_client.files import FULL, make_folder, sync_folder
 
-log = logging.getLogger("maskfleet")
-
 CHUNK = 1 << 20  # bytes read at a time when a blob is streamed
 INCOMING, BUNDLES = "incoming", "bundles"
 DROPPED = ".dropped"  # ends the name of a shelf in INCOMING that waits for its removal
+NOTE = ".note"  # ends the name of a note in INCOMING
 
 
 @contextmanager
@@ -48,7 +46,7 @@ def bundle_shelf(digest: str) -> str:
 
 
 def federation_shelf(id_: str, first: int) -> str:
-    """Where a federation's blobs lie; `first` is the version it began with, above 0 when its name was used before.
+    """Where a federation's blobs lie; `first` is the version it began with.
 
     So a process that does not know yet of a deletion touches no blob of the next federation of that name.
     """
@@ -139,8 +137,8 @@ class FolderBlobs:
             (root / INCOMING).mkdir(mode=0o700, exist_ok=True)
             for path in (root / INCOMING).iterdir():
                 if path.suffix == DROPPED:
-                    self.remove(path)
-                elif path.is_file():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.suffix != NOTE and path.is_file():
                     _sweep(path)
 
     def temporary(self) -> Path:
@@ -222,27 +220,51 @@ class FolderBlobs:
         return sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
 
     def drop(self, shelf: str) -> None:
-        """Drop a shelf and everything on it; nothing happens when there is none."""
-        self.remove(self.set_aside(shelf))
+        """Drop a shelf and everything on it; nothing happens when there is none. Raises OSError.
 
-    def set_aside(self, shelf: str) -> Path:
-        """Take a shelf from its place, which is quick; `remove` takes the returned path. A failure is logged.
-
-        So one shelf that cannot be moved keeps no sweep from the others.
+        What cannot be removed once it has left its place is left to the next start.
         """
         self._named.discard(self._root / shelf)
         aside = self.temporary().with_suffix(DROPPED)
         try:
             os.rename(self._root / shelf, aside)
-        except FileNotFoundError:  # there is none, or another process was quicker
-            pass
-        except OSError as error:
-            log.warning("the blobs of %s were not dropped, a later sweep tries again: %s", shelf, error.strerror)
-        return aside
-
-    def remove(self, aside: Path) -> None:
-        """Remove a shelf that was set aside; what cannot be removed is left to the next start."""
+        except FileNotFoundError:
+            return
         shutil.rmtree(aside, ignore_errors=True)
+
+    # --- notes
+
+    @contextmanager
+    def noted(self, shelf: str) -> Iterator[Path]:
+        """Hold the note of a shelf, the path given, while its row comes or goes. Raises StateError.
+
+        Blocks while another one holds it. The note is on disk before anything else happens, and stays until it is
+        removed.
+        """
+        path = self._root / INCOMING / f"{shelf.replace('/', '+')}{NOTE}"
+        with disk(f"{path.parent} cannot be used"):
+            file = _held(path)
+            sync_folder(path.parent)
+        try:
+            yield path
+        finally:
+            os.close(file)
+
+    def notes(self) -> list[str]:
+        """The shelves that have a note."""
+        found = (self._root / INCOMING).glob(f"*{NOTE}")
+        return sorted(path.name.removesuffix(NOTE).replace("+", "/") for path in found)
+
+
+def _held(path: Path) -> int:
+    """The file at `path`, made if need be, and locked until it is closed. Blocks. Raises OSError."""
+    while True:
+        file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):  # removed by the one that held it
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        os.close(file)
 
 
 def stream(path: Path, start: int, stop: int) -> Iterator[bytes]:

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from sqlalchemy import URL, Connection, Select, bindparam, delete, func, insert, literal, select, tuple_, update
 
 from coord_server.problems import Refusal
-from coord_server.store.blobs import BUNDLES, bundle_shelf
+from coord_server.store.blobs import BUNDLES, owner
 from coord_server.store.database import Database
-from coord_server.store.rows import LAST_SEEN, MINE, Rows, mark_deleted, of
+from coord_server.store.rows import LAST_SEEN, MINE, Rows, of
 from coord_server.store.tables import (
     MESSAGES,
     METADATA,
@@ -23,7 +23,6 @@ from coord_server.store.tables import (
     Known,
     Seen,
     bundles,
-    deleted,
     devices,
     federations,
     records,
@@ -97,12 +96,6 @@ class Metadata:
 
     # --- bundles
 
-    def expect_bundle(self, digest: str) -> None:
-        """Blobs of this bundle are about to be written; a sweep may drop them until `add_bundle`."""
-        with self.database.writing(BUNDLES) as c:
-            if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
-                mark_deleted(c, bundle_shelf(digest), 0)
-
     def add_bundle(self, digest: str, now: float) -> None:
         """Record a bundle whose manifest is a blob; repeating this is harmless."""
         with self.database.writing(BUNDLES) as c:
@@ -134,27 +127,18 @@ class Metadata:
                 return used
             if c.execute(delete(bundles).where(bundles.c.digest == digest)).rowcount != 1:
                 return None
-            mark_deleted(c, bundle_shelf(digest), 0)
             return []
 
-    def deleted(self) -> dict[str, int]:
-        """What may have blobs that no row names, "bundles/DIGEST" or a federation's id up to a `first` version."""
-        return {row.what: row.version for row in self.database.all(select(deleted))}
+    def names(self, shelf: str) -> bool:
+        """Whether a bundle or a federation has this shelf."""
+        folder, _, digest = shelf.partition("/")
+        if folder == BUNDLES:
+            return self.added_at(digest) is not None
+        id_, first = owner(shelf)
+        f = federations.c
+        return self.database.first(select(f.id).where(f.id == id_, f.first == first)) is not None
 
     # --- federations
-
-    def expect_federation(self, id_: str) -> int | None:
-        """The version that a new federation of this name begins with, None when the name is taken.
-
-        Its blobs are about to be written; a sweep may drop them until `add_federation`.
-        """
-        with self.database.writing(id_) as c:
-            if c.execute(select(federations.c.id).where(federations.c.id == id_)).first() is not None:
-                return None
-            last: int | None = c.scalar(select(deleted.c.version).where(deleted.c.what == id_))
-            first = 0 if last is None else last + 1
-            mark_deleted(c, id_, first)
-            return first
 
     def add_federation(
         self, id_: str, config: str, bundle: str, state: str, values: Content, now: float, first: int = 0,
@@ -167,8 +151,6 @@ class Metadata:
         with self.database.writing(id_, BUNDLES) as c:
             if c.execute(select(federations.c.id).where(federations.c.id == id_)).first() is not None:
                 return "taken"
-            if c.execute(select(deleted.c.what).where(deleted.c.what == id_, deleted.c.version > first)).first():
-                return "taken"  # until a moment ago
             if derived:
                 _add_bundle(c, bundle, now)
             elif c.execute(select(bundles.c.digest).where(bundles.c.digest == bundle)).first() is None:
@@ -176,7 +158,6 @@ class Metadata:
             new = {"id": id_, "config": config, "bundle": bundle, "state": state, "created_at": now}
             values_ = {"values_sha256": values.sha256, "values_content": values.data}
             c.execute(insert(federations).values(**new, **values_, version=first, first=first))
-            mark_deleted(c, id_, first - 1)  # only what this name had before may still be dropped
             return "added"
 
     def delete_federation(self, federation: str, version: int) -> bool:
@@ -185,7 +166,7 @@ class Metadata:
             this = (federations.c.id == federation, federations.c.version == version)
             if c.execute(select(federations.c.id).where(*this)).first() is None:
                 return False
-            Rows(c, federation).delete_federation(version + 1)
+            Rows(c, federation).delete_federation()
             return True
 
     def known(self) -> dict[str, Known]:
@@ -381,6 +362,5 @@ class Metadata:
 
 def _add_bundle(c: Connection, digest: str, now: float) -> None:
     """Record a bundle, unless it is recorded."""
-    c.execute(delete(deleted).where(deleted.c.what == bundle_shelf(digest)))
     if c.execute(select(bundles).where(bundles.c.digest == digest)).first() is None:
         c.execute(insert(bundles).values(digest=digest, added_at=now))

@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, case, delete, insert, select, update
 
-from coord_server.store.tables import deleted, devices, federations, records, rounds, tokens, updates
+from coord_server.store.tables import devices, federations, records, rounds, tokens, updates
 from coord_server.store.values import Content
 from edge_client.methods import Influence
 
@@ -34,12 +34,6 @@ _COUNT_UPDATE = (
 def of(table: Any, federation: str, device: str) -> tuple[Any, Any]:
     """The conditions for the row of a device in a table."""
     return table.c.federation == federation, table.c.device == device
-
-
-def mark_deleted(c: Connection, what: str, version: int) -> None:
-    """No row names the blobs of `what`: a sweep may drop them."""
-    c.execute(delete(deleted).where(deleted.c.what == what))
-    c.execute(insert(deleted).values(what=what, version=version))
 
 
 class Rows:
@@ -98,12 +92,11 @@ class Rows:
         self._c.execute(update(devices).where(*mine).values(removed=True))
         return was_ready
 
-    def delete_federation(self, version: int) -> None:
-        """Delete the federation and all that belongs to it; `version` is what the transaction makes of its version."""
+    def delete_federation(self) -> None:
+        """Delete the federation and all that belongs to it."""
         for table in (updates, rounds, records, devices, tokens):
             self._c.execute(delete(table).where(table.c.federation == self._federation))
         self._c.execute(delete(federations).where(federations.c.id == self._federation))
-        mark_deleted(self._c, self._federation, version)
 
     def _ready(self, change: int, *where: Any) -> int:
         """Make one device ready, or no longer ready, and count it; how many were changed."""

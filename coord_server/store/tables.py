@@ -47,21 +47,13 @@ federations = Table(
     _column("config", Text),  # FederationConfig as JSON
     _column("bundle"),  # the digest in it
     _column("version", BigInteger, 0),  # counts the commits
-    _column("first", BigInteger, 0),  # the version it was created with: above those of a deleted one of its name
+    _column("first", BigInteger, 0),  # the version it was created with, drawn at random
     _column("state", Text),  # the engine's State as JSON
     _column("values_round", Integer, 0),  # the last closed round, 0 at first
     _column("values_sha256"),  # the method's global state after it
     Column("values_content", LargeBinary),  # NULL when it is a blob, as in every column of contents
     _column("ready", Integer, 0),  # devices that asked for work and are not removed
     _column("created_at", Float),
-)
-deleted = Table(
-    "deleted",
-    METADATA,
-    # What may have blobs that no row names, because it was deleted or its creation has not ended: a federation's id,
-    # or "bundles/DIGEST".
-    _key("what", String(80)),
-    _column("version", BigInteger),  # a federation's last; its name's next one begins above it
 )
 devices = Table(
     "devices",
@@ -113,7 +105,7 @@ updates = Table(
     Column("weight", Float),
     Column("statistics", Float),
     Column("cost", String(64)),  # what the round cost the device, as its header said it; NULL when it said nothing
-    Column("content", LargeBinary),  # dropped when the round is closed
+    Column("content", LargeBinary),  # dropped when the round is closed; the row when one of a later round is
 )
 rounds = Table("rounds", METADATA, _key("federation"), _key("round", Integer), _column("record", Text))  # Round as JSON
 records = Table(
