@@ -47,7 +47,7 @@ class Coordinator:
         self.roles = Roles(store.metadata, operator, clock)
         self._clock = clock
         self._federations: dict[str, LiveFederation | UnloadedFederation] = {}
-        self._looking = asyncio.Lock()
+        self._looking, self._deleting = asyncio.Lock(), asyncio.Lock()
         self._sweeping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -143,9 +143,10 @@ class Coordinator:
         the rows are gone a kill loses nothing: the next start drops the blobs that are left.
         """
         found = await self.find_any(id_)
-        with ExitStack() as changing:
-            shelf = self.store.changing(federation_shelf(id_, found.first))
-            await asyncio.to_thread(changing.enter_context, shelf)
+        shelf = federation_shelf(id_, found.first)
+        async with self._deleting:  # one at a time: each waits in a thread for the note, and needs more of them after
+            changing = ExitStack()
+            await asyncio.to_thread(changing.enter_context, self.store.changing(shelf))
             try:
                 await found.delete()
                 await self._look()  # which leaves alone what another coordinator has just made of that name

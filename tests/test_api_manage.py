@@ -10,6 +10,7 @@ import sys
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,20 @@ def test_an_update_that_arrives_while_its_federation_ends_is_refused_and_leaves_
             assert not list((tmp_path / "blobs").glob("fed~*/updates/*/*"))
 
     play(tmp_path, script)
+
+
+def test_of_many_deletions_at_once_one_deletes_and_none_keeps_the_others_waiting_for_a_thread(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", min_devices=9)
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3))
+        answers = await asyncio.gather(*(fleet.operator("DELETE", FED) for _ in range(9)))
+        assert sorted(a.status_code for a in answers) == [204, *[404] * 8]
+
+    async def main() -> None:
+        async with served(tmp_path) as fleet:
+            await asyncio.wait_for(script(fleet), LIMIT)
+
+    asyncio.run(main())
 
 
 def test_the_answer_to_a_creation_and_the_log_have_what_the_method_warns_of(
