@@ -236,6 +236,41 @@ def test_decoded_updates_beyond_the_room_for_them_are_read_again_for_the_fold(
     assert kept == [{"a"}, set()]
 
 
+def test_a_federation_that_nothing_asks_for_leaves_memory_and_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", rounds=3)
+        live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+
+        async def rests() -> None:
+            """It is not used for a while; then only the database has its state, its downlink and its updates."""
+            with monkeypatch.context() as m:
+                m.setattr("coord_server.live.method_state.IDLE", 0.0)
+                await live.look(live._commits.version)
+            state = live._method_state
+            assert (state._current, state._course) == (None, None)
+            assert (live._downlinks._made, live._rounds._fresh) == ({}, {})
+
+        for _ in range(3):
+            work = await fleet.due("a")
+            if rest:
+                await rests()
+            down = await fleet.fetch("a", work)
+            assert (await fleet.upload("a", work["round"], work["lease"], trained(down, "a"))).status_code == 201
+            if rest:
+                await rests()
+            assert (await fleet.train("bb")).status_code == 201
+        final = await fleet.fetch("a", await fleet.due("a"))
+        assert live._method_state._current is not None
+        return final
+
+    rest = False
+    held = play(tmp_path / "held", script)
+    rest = True
+    assert play(tmp_path / "not", script) == held
+
+
 def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", start="manual", cohort=1)

@@ -51,13 +51,20 @@ class Downlinks:
         """Records may have changed at another process."""
         self._audiences.clear()
 
+    def clear(self) -> None:
+        """Drop what can be encoded again."""
+        self._start(0)
+
+    def _start(self, round_: int) -> None:
+        self._round, self._audiences, self._made, self._room = round_, {}, {}, IN_MEMORY
+
     async def get(self, round_: int, device: str) -> Downlink:
         """What `device` fetches in `round_`. Raises StaleError when that is not the round under way, StateError."""
         current = await self._method_state.current()
         if current.round + 1 != round_:
             raise StaleError(f"round {round_} is not under way")
         if self._round != round_:
-            self._round, self._audiences, self._made, self._room = round_, {}, {}, IN_MEMORY
+            self._start(round_)
         if (made := self._usable(self._audiences.get(device))) is None:
             record = await asyncio.to_thread(self._method_state.record, device, round_)
             audience = self._method_state.method.audience(current.course, round_, record)

@@ -148,6 +148,7 @@ class LiveFederation:
 
     async def look(self, version: int) -> None:
         """Reload when the database has another version than memory. Raises Refusal, StateError."""
+        self._rounds.rest()
         if version != self._commits.version and await self._commits.refresh():
             await self._call()  # arrivals at other coordinators may be enough to start
 

@@ -1,12 +1,13 @@
 """The method's side of one federation: its global state, what it keeps of each device, and the shelves of both.
 
-Memory holds the global state of one closed round; records are read when they are needed. Each round has shelves of its
-own. A sweep drops only shelves of older rounds, never one that another process is about to commit.
+Memory holds the global state of one closed round while it is in use; records are read when they are needed. Each round
+has shelves of its own. A sweep drops only shelves of older rounds, never one that another process is about to commit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,8 @@ from coord_server.store.values import Content, put, read
 from edge_client.errors import ConfigError, MaskfleetError, StorageDamagedError
 from edge_client.methods import Method
 from edge_client.task import Course
+
+IDLE = 600.0  # seconds without a use until the state leaves memory: it takes 8 bytes a parameter and more
 
 
 class StaleError(MaskfleetError):
@@ -48,10 +51,12 @@ class MethodState:
         self._store, self._commits = store, commits
         self._course: Course | None = None
         self._current: GlobalState | None = None
+        self._used = 0.0  # when it was asked for, on the monotonic clock
         self._loading = asyncio.Lock()
 
     async def current(self) -> GlobalState:
         """The method's global state in memory, loaded on first use. Raises StateError."""
+        self._used = time.monotonic()
         while self._current is None:
             async with self._loading:
                 if self._current is None:
@@ -60,6 +65,13 @@ class MethodState:
         if rounds != self._current.course.rounds:
             self._current = replace(self._current, course=replace(self._current.course, rounds=rounds))
         return self._current
+
+    def rest(self) -> bool:
+        """Drop the state from memory if it has not been used lately; whether that was done."""
+        if self._current is None or time.monotonic() - self._used < IDLE:
+            return False
+        self._course = self._current = None
+        return True
 
     async def check_rounds(self, rounds: int) -> None:
         """Refuse a number of rounds that the method would not start with. Raises Refusal, StateError."""

@@ -62,6 +62,12 @@ class Rounds:
         self._method_state.stand_at(closed, current)
         self._fresh, self._room = {}, FRESH
 
+    def rest(self) -> None:
+        """Drop from memory what can be read or made again, once it has not been used for a while."""
+        if self._method_state.rest():
+            self._downlinks.clear()
+            self._fresh, self._room = {}, FRESH
+
     # --- folding
 
     def begin(self) -> None:

@@ -95,8 +95,8 @@ def revoke(id_: Id, token: TokenId, url: Url = URL, token_file: TokenFile = TOKE
     with connected(url, token_file) as operator:
         operator.revoke(id_, token)
     print(
-        f"{token}: revoked. Devices that joined with it stay: `maskfleet federation devices {id_} --json` has when each "
-        f"joined (enrolled_at), `maskfleet federation remove {id_} DEVICE` removes one"
+        f"{token}: revoked. Devices that joined with it stay: `maskfleet federation devices {id_} --json` has when "
+        f"each joined (enrolled_at), `maskfleet federation remove {id_} DEVICE` removes one"
     )
 
 
