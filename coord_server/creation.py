@@ -26,7 +26,7 @@ from edge_client.task import Course
 log = logging.getLogger("maskfleet")
 
 RESERVED = (BUNDLES, INCOMING)  # names that mean something else in the blob store
-FIRST_BITS = 52  # of a federation's first version: those of a deleted one of its name are never met, doubles hold it
+FIRST_BITS = 52  # random, of a federation's first version: none is that of a deleted one of its name; a double holds it
 
 
 def taken(name: str) -> Refusal:

@@ -244,8 +244,9 @@ class FolderBlobs:
         path = self._root / INCOMING / f"{shelf.replace('/', '+')}{NOTE}"
         with disk(f"{path.parent} cannot be used"):
             file = _held(path)
-            sync_folder(path.parent)
         try:
+            with disk(f"{path.parent} cannot be used"):
+                sync_folder(path.parent)
             yield path
         finally:
             os.close(file)
