@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import databases
@@ -230,24 +230,29 @@ def test_what_a_thread_writes_to_a_federation_that_was_just_deleted_goes_with_th
     store.close()
 
 
-def test_two_changes_of_one_bundle_take_turns(tmp_path: Path) -> None:
-    one, other, order = open_store(tmp_path / "data"), open_store(tmp_path / "data"), list[str]()
+def test_changes_of_one_bundle_take_turns_also_when_one_has_waited_for_another(tmp_path: Path) -> None:
+    stores = [open_store(tmp_path / "data") for _ in range(3)]
+    begun, go_on = [Event(), Event()], Event()
 
-    def change(store: Store, name: str) -> None:
+    def change(store: Store, mine: Event) -> None:
         with store.changing(f"bundles/{FIRST}"):
-            order.append(name)
             store.metadata.add_bundle(FIRST, 1.0)
-            time.sleep(0.01)
-            order.append(name)
+            mine.set()
+            assert go_on.wait(LIMIT)
 
-    threads = [Thread(target=change, args=(store, name)) for store in (one, other) for name in "abcd"]
-    for thread in threads:
-        thread.start()
+    threads = [Thread(target=change, args=given) for given in zip(stores, begun, strict=False)]
+    with stores[2].changing(f"bundles/{FIRST}"):
+        stores[2].metadata.add_bundle(FIRST, 1.0)
+        threads[0].start()
+        assert not begun[0].wait(0.3)
+    assert begun[0].wait(LIMIT)
+    threads[1].start()
+    assert not begun[1].wait(0.3)
+    go_on.set()
     for thread in threads:
         thread.join()
-    assert order[::2] == order[1::2]
-    assert one.blobs.notes() == []
-    for store in (one, other):
+    assert stores[0].blobs.notes() == []
+    for store in stores:
         store.close()
 
 
