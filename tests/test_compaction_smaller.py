@@ -224,6 +224,18 @@ def test_a_recurrent_layer_of_which_each_use_names_other_outputs_is_written_for_
     assert error <= 1e-5
 
 
+def test_a_recurrent_layer_reads_the_steps_that_a_mixing_of_steps_left_constant(tmp_path: Path) -> None:
+    """A zero row of a matrix over the steps makes its step constant; the layer takes as many steps as before."""
+    once = GRAPHS["lstm"]
+    body = once.body.replace("(x)", "(v)").replace("s = ", "u = MatMul(m, x) v = Add(u, c) s = ", 1)
+    graph = replace(once, tensors={**once.tensors, "m": (5, 5), "c": (5, 1)}, body=body)
+    values = masked(graph, "act", 0.5, 0)
+    values["m"][[0, 3]] = 0
+    model, _, error = compact(graph, values, tmp_path)
+    assert error <= 1e-5
+    assert (3, 5) in {tuple(t.dims) for t in model.graph.initializer}
+
+
 PLAIN = {"a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
 SINES = "k = Constant <value_float = 1000000.> () y = Gemm <transB = 1> (x, a, ab) v = Mul(y, k) u = Sin(v) "
 LENGTHS = (

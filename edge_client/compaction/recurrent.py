@@ -156,7 +156,7 @@ def rewrite(w: Writer, node: NodeProto) -> None:
         recurrent.append(way.recurrent.reshape(gates * most, most))
         way.biases[0] += way.maps.mean(axis=0)
         bias.append(way.biases.reshape(-1))
-    given = w.adapted(name, [lists[0], lists[1], columns])
+    given = w.adapted(name, [np.arange(n) for n in s.shape(name)[:2]] + [columns])
     if own_x.shape[1]:
         count = own_x.shape[1]
         w.stays(_made(node), f"reads extra inputs ({count}) for what dead channels add differently at each step")
