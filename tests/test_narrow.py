@@ -616,6 +616,42 @@ def test_a_group_whose_cut_graph_would_run_batches_of_one_size_alone_is_named_in
     assert (m.groups, m.stopped) == ((), ("a: an operator merges them with the samples of a batch",))
 
 
+class _Dropping(nn.Module):
+    """Dropout of entries, of channels and of an attention's weights, which hold samples and heads in one axis."""
+
+    def __init__(self, weights: bool) -> None:
+        super().__init__()
+        self.wide, self.heads = nn.Conv1d(3, 8, 1), nn.MultiheadAttention(8, 4, dropout=0.3, batch_first=True)
+        self.hidden, self.head, self.weights = nn.Linear(8, 6), nn.Linear(6, 5), weights
+
+    def forward(self, x: T) -> T:
+        y = nn.functional.dropout1d(self.wide(x.transpose(1, 2)), 0.2, self.training).transpose(1, 2)
+        y = self.heads(y, y, y, need_weights=self.weights)[0]
+        return self.head(nn.functional.dropout(self.hidden(y).relu(), 0.4, self.training).mean(1))
+
+
+def test_a_narrow_step_drops_what_the_whole_one_drops(tmp_path: Path) -> None:
+    bundle = bundle_of(_Dropping(weights=False), (6, 3), tmp_path)
+    m = bundle.manifest
+    assert m.draws
+    assert {g.name: g.size for g in m.groups} == {"wide": 8, "heads": 4, "heads.out_proj": 8, "hidden": 6}
+    kept, whole = _choice(m, "half"), open_trainer("onnxruntime", bundle)
+    parameters, buffers = _random_values(narrow(m, kept).manifest)
+    for n, key in ((5, 3), (1, 2**31 - 2)):
+        expected = Embedded(whole, kept).gradient(parameters, buffers, *_batch(m, n), key)
+        got = whole.narrow(kept).gradient(parameters, buffers, *_batch(m, n), key)
+        assert got.loss == pytest.approx(expected.loss, rel=1e-6)
+        scale = np.abs(expected.parameters).max()
+        np.testing.assert_allclose(got.parameters, expected.parameters, rtol=0, atol=1e-5 * scale)
+
+
+def test_heads_whose_weights_are_dropped_beside_the_samples_form_no_group(tmp_path: Path) -> None:
+    """Which weights are dropped follows from the number of heads there; a narrow step did not run."""
+    m = bundle_of(_Dropping(weights=True), (6, 3), tmp_path).manifest
+    assert {g.name: g.size for g in m.groups} == {"wide": 8, "heads.out_proj": 8, "hidden": 6}
+    assert m.stopped == ("heads: an operator merges them with the samples of a batch",)
+
+
 def test_of_two_groups_that_only_together_have_a_fault_the_second_is_left_out() -> None:
     first, second, third = (between(4, name, f"{name}.read") for name in "abc")
     stopped: list[str] = []

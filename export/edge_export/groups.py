@@ -34,9 +34,7 @@ def with_groups(manifest: Manifest, graphs: Mapping[str, onnx.ModelProto]) -> Ma
         raise ModelError(f"the model's channels cannot be followed through its graph: {why}") from error
     whole = manifest.model_copy(update={"groups": found.groups})
     faults: list[Fault] = [partial(_uncuttable, whole, graph) for graph in graphs.values()]
-    # What a step draws follows from the places of entries, which a cut changes.
-    tried = [graph for name, graph in graphs.items() if name == "eval.onnx" or not manifest.draws]
-    faults += [partial(unlike, whole, graph, opened(graph)) for graph in tried]
+    faults += [partial(unlike, whole, graph, opened(graph)) for graph in graphs.values()]
     kept, stopped = found.groups, list(found.stopped)
     for fault in faults:
         kept = _without(fault, kept, stopped)

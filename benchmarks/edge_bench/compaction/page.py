@@ -83,16 +83,16 @@ are cut in memory when the channels change. This is another cut than the one abo
 | code | `edge_client/compaction/` | `edge_client/training/cut.py`, `cut_rules.py` |
 
 Groups are found once, by the export, which cuts every graph by half of each group's channels, and by all but one, as a
-trial. The outputs, and the gradients of a step that draws nothing, must be the whole network's with zeros in what is
-cut. Samples are normal numbers, and such numbers times 100; what a network does only beyond them, such as behind a
-threshold of 1,000, is not tried. A group that fails is named in the manifest under `stopped`, with the operator or the
-reason. These can be cut: linear layers, embeddings, convolutions (also depthwise, grouped by whole groups, and
-transposed; with any padding), batch-norms, sums and shortcuts padded with channels, shuffles, heads of an attention,
-also behind padding masks, rotary positions, places beside the queries and learned queries, maxima and weighted sums
-over steps, lengths and distances, layers that gates weigh, weights computed of others (the rows of standardised
-filters, mixtures of kernels, prototypes of length 1), and units of LSTM, GRU and RNN, alike in both directions, or of
-loops over their cells. The channels that a group norm takes together leave together; under a norm over all channels
-none leaves. If all groups together fail, each is tried with those kept before it.
+trial. The outputs and a step's gradients must be the whole network's with zeros in what is cut. Dropout drops the same
+entries in both. Samples are normal numbers, and such numbers times 100; what a network does only beyond them, such as
+behind a threshold of 1,000, is not tried. A group that fails is named in the manifest under `stopped`, with the
+operator or the reason. These can be cut: linear layers, embeddings, convolutions (also depthwise, grouped by whole
+groups, and transposed; with any padding), batch-norms, sums and shortcuts padded with channels, shuffles, heads of an
+attention, also behind padding masks, rotary positions, places beside the queries and learned queries, maxima and
+weighted sums over steps, lengths and distances, layers that gates weigh, weights computed of others (the rows of
+standardised filters, mixtures of kernels, prototypes of length 1), and units of LSTM, GRU and RNN, alike in both
+directions, or of loops over their cells. The channels that a group norm takes together leave together; under a norm
+over all channels none leaves. If all groups together fail, each is tried with those kept before it.
 
 A test compares the table with trial runs. A trial covers operators that the table lacks, but it runs each many
 times on values of full size, too slow for a device that cuts a graph of 1,700 nodes in the middle of a federation. The
