@@ -236,6 +236,24 @@ def test_a_recurrent_layer_reads_the_steps_that_a_mixing_of_steps_left_constant(
     assert (3, 5) in {tuple(t.dims) for t in model.graph.initializer}
 
 
+@pytest.mark.parametrize("narrowest", [True, False])
+@pytest.mark.parametrize("op", ["CumSum(u, one)", "AveragePool <kernel_shape = [3, 1], pads = [1, 0, 1, 0]> (u)"])
+def test_an_operator_along_channels_takes_them_in_their_order(op: str, narrowest: bool, tmp_path: Path) -> None:
+    """A shuffle of channels is none while their order does not matter, and a sum may hold its channels in another."""
+    order = "i = Constant <value_ints = [5, 2, 0, 7, 4, 1, 6, 3]> () "
+    end = "f = ReduceMean <keepdims = 0> (c, last) g = Flatten(f) logits = Gemm <transB = 1> (g, o, ob)"
+    if op.startswith("CumSum"):
+        body = "v = Conv(x, a, ab) u = Gather <axis = 1> (v, i) one = Constant <value_int = 1> () "
+        last = "last = Constant <value_ints = [2, 3]> () "
+    else:  # the channels lie along the rows of an image
+        body = "b = Conv(x, a, ab) v = Transpose <perm = [0, 2, 1, 3]> (b) u = Gather <axis = 2> (v, i) "
+        last = "last = Constant <value_ints = [1, 3]> () "
+    tensors: dict[str, tuple[int, ...]] = {"a": (8, 2, 1, 1), "ab": (8,), "o": (3, 8), "ob": (3,)}
+    graph = Graph((2, 4, 4), tensors, f"{order}{last}{body}c = {op} {end}", {"a": (0, 1)}, {"a": "ab"})
+    _, _, error = compact(graph, masked(graph, "act", 1.0, 0), tmp_path, narrowest)
+    assert error <= 1e-5
+
+
 PLAIN = {"a": (8, 6), "ab": (8,), "o": (3, 8), "ob": (3,)}
 SINES = "k = Constant <value_float = 1000000.> () y = Gemm <transB = 1> (x, a, ab) v = Mul(y, k) u = Sin(v) "
 LENGTHS = (

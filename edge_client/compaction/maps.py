@@ -18,6 +18,7 @@ from onnx import NodeProto
 from edge_client.compaction.layouts import extended
 from edge_client.compaction.net import Net
 from edge_client.compaction.operators import Array
+from edge_client.compaction.pieces import whole_along
 from edge_client.compaction.study import Bools, Labels, Rule, Study, entries, mixed, narrowed, some
 from edge_client.compaction.writer import Writer
 from edge_client.errors import CompactionError
@@ -297,8 +298,8 @@ def _alone(w: Writer, node: NodeProto, found: Behaviour, k: int) -> bool:
     by_entry = [j for j in (*net.data(node), *found.parameters) if j != k and np.prod(w.study.shape(node.input[j])) > 1]
     if node.op_type in RESIZING or by_entry:
         return False
-    full = all(free or piece.ids.shape[axis] == shape[axis] for axis, free in enumerate(found.apart))
-    if not full or (not all(found.apart) and (piece.ids < 0).any()):
+    whole = all(free or whole_along(piece.ids, shape, axis) for axis, free in enumerate(found.apart))
+    if not whole or (not all(found.apart) and (piece.ids < 0).any()):
         return False
     inputs = [piece.name if j == k else w.whole(v) for j, v in enumerate(node.input)]
     ids = piece.ids
