@@ -236,6 +236,14 @@ def test_retry_after_is_neither_a_busy_loop_nor_a_day(asked: str, slept: float) 
     assert slept <= clock.slept[0] <= slept + 0.5
 
 
+def test_a_date_to_return_at_counts_from_the_answers_own_date_not_from_a_clock_that_begins_in_1970() -> None:
+    dates = {"Date": "Thu, 26 Nov 2099 08:00:00 GMT", "Retry-After": "Thu, 26 Nov 2099 08:00:20 GMT"}
+    clock, answers = Time(), [problem(503, "busy", "busy", dates)]
+    ok = httpx.Response(200, content=Wait(reason="r", poll_after=1.0).model_dump_json())
+    remote(lambda _: answers.pop() if answers else ok, clock).ask("GET", "/x", Wait, "asking")
+    assert 20 <= clock.slept[0] <= 20.5
+
+
 def test_answers_that_bring_no_work_at_once_are_not_a_busy_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

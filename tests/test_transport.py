@@ -18,7 +18,7 @@ from edge_client.errors import BundleError, ConfigError, ServerError, StateError
 from edge_client.events import Event
 from edge_client.link.remote_bundle import open_remote
 from edge_client.link.retry import BUSY_MOST, longest
-from edge_client.link.transport import Transport, redirected
+from edge_client.link.transport import PIECE, Transport, broken, redirected
 from edge_client.protocol.messages import Receipt, Wait
 
 
@@ -138,6 +138,53 @@ def test_a_login_page_and_a_redirect_are_not_taken_for_a_coordinator() -> None:
         remote(lambda _: moved).ask("GET", "/x", Wait, "asking")
 
 
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("certificate has expired", "the clock here says 20"),
+        ("certificate is not yet valid", "the clock here says 20"),
+        ("unable to get local issuer certificate", "set SSL_CERT_FILE"),
+    ],
+)
+def test_a_certificate_out_of_its_time_points_to_the_clock(said: str, advice: str) -> None:
+    error = httpx.ConnectError(f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {said} (_ssl.c:1006)")
+    assert advice in broken(error)
+    assert broken(error).count("; ") == 1
+
+
+@pytest.mark.parametrize("what", ["report", "payload", "part"])
+def test_the_web_page_of_a_network_that_asks_to_log_in_is_waited_out(tmp_path: Path, what: str) -> None:
+    page = httpx.Response(200, html="<html>log in</html>")
+    left, seen, time = [page] * 8, list[str](), Time()
+    partial = tmp_path / "part"
+    partial.write_bytes(PART[:1000])
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if left:
+            return left.pop()
+        seen.append(request.headers.get("Range", ""))
+        if what == "report":
+            return httpx.Response(204)
+        return httpx.Response(206 if seen[-1] else 200, content=PART[1000:] if seen[-1] else PART)
+
+    asked = remote(handler, time)
+    if what == "report":
+        asked.tell("PUT", "/x", Wait(reason="r", poll_after=1.0), "reporting")
+    elif what == "payload":
+        assert asked.fetch("/x", len(PART), digest(PART), "fetching") == PART
+    else:
+        asked.fetch_file("/x", Part(sha256=digest(PART), size=len(PART)), partial, "fetching")
+        assert partial.read_bytes() == PART
+        assert seen == ["bytes=1000-"]  # what was there before is not fetched again
+    assert len(time.slept) == 8
+
+
+def test_a_report_is_not_taken_for_delivered_by_an_answer_with_a_body() -> None:
+    answers = [httpx.Response(204), httpx.Response(200, text="welcome")]
+    remote(lambda _: answers.pop()).tell("PUT", "/x", Wait(reason="r", poll_after=1.0), "reporting")
+    assert not answers
+
+
 def test_a_redirect_to_what_is_no_address_is_no_answer() -> None:
     moved = httpx.Response(301, headers={"Location": "mailto:x"})
     with pytest.raises(UnreachableError, match="gave no usable answer"):
@@ -157,6 +204,24 @@ def test_the_page_of_a_proxy_is_not_the_coordinator_s_word_and_is_asked_again(st
     assert remote(lambda _: answers.pop()).ask("GET", "/x", Wait, "asking") == wait
     with pytest.raises(UnreachableError, match="is it a maskfleet coordinator"):
         remote(lambda _: httpx.Response(status, text="<html>")).ask("GET", "/x", Wait, "asking")
+
+
+def test_an_upload_goes_out_in_pieces_of_which_no_write_copies_the_rest() -> None:
+    content, seen = bytes(range(256)) * 3000, list[int]()
+
+    class Wire(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            assert isinstance(request.stream, httpx.SyncByteStream)
+            pieces = list(request.stream)
+            seen.extend(map(len, pieces))
+            assert b"".join(pieces) == content
+            assert request.headers["Content-Length"] == str(len(content))
+            assert "Transfer-Encoding" not in request.headers
+            return httpx.Response(204)
+
+    with Transport(URL, Wire()).send("PUT", "/v1/x", {}, content):
+        pass
+    assert max(seen) <= PIECE < len(content)
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "fleet.example.org", "", "http://"])

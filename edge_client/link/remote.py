@@ -51,7 +51,8 @@ class Remote:
 
         def attempt() -> None:
             with self.transport.send(method, path, {**JSON, **headers}, content) as response:
-                body(response)
+                if body(response):
+                    raise Transient("its answer is not a coordinator's: it has a body")
 
         self.retry(what, attempt)
 

@@ -2,7 +2,7 @@
 
 `Transport.send` is the only function that reaches the network. Every answer but a 2xx becomes an error:
 
-    Transient     no usable answer this time: a connection error, a timeout, 408, 425, 429, 5xx, the page of a proxy
+    Transient     no usable answer this time: a connection error, a timeout, 408, 425, 429, 5xx, a web page
     ServerError   the coordinator's refusal, with its problem+json: the same request would be refused again
 
 Redirects are not followed: the credential goes to the address the device was given and to no other. Every request has
@@ -31,7 +31,9 @@ TIMEOUT = 60.0  # seconds without a byte in either direction, and in all for a r
 LEAST_RATE = 1000.0  # bytes a second, averaged over a large body, below which a request is cut off
 RETRY_AFTER_LEAST, RETRY_AFTER_MOST = 0.5, 3600.0  # seconds: neither a busy loop nor a day's sleep
 MESSAGE_MOST = 1 << 18  # bytes of a JSON answer
+PIECE = 1 << 16  # bytes of a body sent at a time: httpcore copies what is left of one after every write to the socket
 BUSY = (408, 425, 429)  # statuses below 500 that ask for another try
+PORTAL = "a network that asks people to log in answers so"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -100,7 +102,11 @@ class Transport:
         # httpx.Client.build_request merges addresses and headers, which costs more than sending.
         limit = Limit(TIMEOUT + wait + (len(content or b"") + size) / LEAST_RATE, self._streams)
         extensions = {"timeout": timeout, "trace": limit.trace}
-        request = httpx.Request(method, self.url + path, headers=sent, content=content, extensions=extensions)
+        pieces = None
+        if content is not None:
+            sent["Content-Length"] = str(len(content))
+            pieces = (content[low : low + PIECE] for low in range(0, len(content), PIECE))
+        request = httpx.Request(method, self.url + path, headers=sent, content=pieces, extensions=extensions)
         try:
             with limit, closing(self._http.send(request, stream=True)) as response:
                 _check(response)
@@ -142,7 +148,11 @@ class Limit(Timer):
 def broken(error: Exception) -> str:
     """Why a request got no answer, in words."""
     text = f"{type(error).__name__}: {error}".rstrip(": ")
-    return f"{text}; set SSL_CERT_FILE to a certificate to trust" if "CERTIFICATE_VERIFY_FAILED" in text else text
+    if "CERTIFICATE_VERIFY_FAILED" not in text:
+        return text
+    if "expired" in text or "not yet valid" in text:
+        return f"{text}; the clock here says {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+    return f"{text}; set SSL_CERT_FILE to a certificate to trust"
 
 
 def body(response: httpx.Response) -> bytes:
@@ -162,8 +172,10 @@ def _check(response: httpx.Response) -> None:
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise Transient("its answer is compressed, which was not asked for")
     if 200 <= status < 300:
+        if response.headers.get("Content-Type", "").startswith("text/html"):
+            raise Transient(f"it answered with a web page; {PORTAL}")
         return
-    after, problem = _retry_after(response.headers.get("Retry-After")), refusal(body(response))
+    after, problem = _retry_after(response.headers), refusal(body(response))
     if status in BUSY or status >= 500:
         phrase = httpx.codes.get_reason_phrase(status)  # what a proxy writes may quote the request, with its secrets
         reason = f"it answered {status} {phrase}".rstrip() + (f": {problem[0]}" if problem else "")
@@ -173,7 +185,7 @@ def _check(response: httpx.Response) -> None:
         to, base = redirected(url, response.headers.get("Location", ""))
         raise ServerError(f"{url} redirects to {to}; use {base}", status, "moved")
     if problem is None:  # a proxy's page, or the login page of a network: not the coordinator's answer
-        raise Transient(f"{url} answered {status} and no explanation; is it a maskfleet coordinator?")
+        raise Transient(f"{url} answered {status} and no explanation; is it a maskfleet coordinator? {PORTAL}")
     raise ServerError(problem[0], status, problem[1])
 
 
@@ -192,15 +204,20 @@ def refusal(data: bytes) -> tuple[str, str] | None:
         return None
 
 
-def _retry_after(value: str | None) -> float | None:
-    """Seconds that a Retry-After header asks for, within this client's limits; None for none or nonsense."""
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a Retry-After header asks for, within this client's limits; None for none or nonsense.
+
+    A date counts from the answer's own date: the clock of a small device may begin in 1970.
+    """
+    value = headers.get("Retry-After")
     if value is None:
         return None
     try:
         seconds = float(value)
     except ValueError:
         try:
-            seconds = (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds()
+            now = parsedate_to_datetime(headers["Date"]) if "Date" in headers else datetime.now(timezone.utc)
+            seconds = (parsedate_to_datetime(value) - now).total_seconds()
         except (ValueError, TypeError):
             return None
     return min(max(seconds, RETRY_AFTER_LEAST), RETRY_AFTER_MOST) if seconds == seconds else None
