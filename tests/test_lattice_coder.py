@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import lattice_reader
 import numpy as np
 import pytest
@@ -297,3 +299,16 @@ def test_values_and_knowledge_of_another_size_or_type_are_refused() -> None:
     ):
         with pytest.raises(CodecError):
             lattice.decode(b"\0\0\0\0\0\0\1", known)
+
+
+def test_many_large_numbers_take_less_than_fifty_vectors_of_memory() -> None:
+    d, rng = 300_000, np.random.default_rng(0)
+    values = np.floor(rng.laplace(size=d) * 8 + drawn(d) * 2.0**-32).astype(np.int32)
+    known = lattice.up(drawn(d), spans_of((600, 500)), np.zeros(d, np.int32))
+    lattice.encode(values, known)  # loads the compiled loops, if there are any
+    tracemalloc.start()
+    try:
+        lattice.encode(values, known)
+        assert tracemalloc.get_traced_memory()[1] < 50 * 4 * d
+    finally:
+        tracemalloc.stop()

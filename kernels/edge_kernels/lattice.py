@@ -55,21 +55,19 @@ def encode(values: I32, known: Known) -> bytes:
         return b""
     if (data := _encoded(values, known)) is not None:
         return data
-    sizes = np.abs(values[values.nonzero()].astype(np.int64))
-    usual = int(np.quantile(sizes, 0.9)).bit_length()
+    usual = int(np.quantile(np.abs(values[values.nonzero()].astype(np.int64)), 0.9)).bit_length()
     for low in range(min(max(1, usual - _HIGH), _MOST_LOW), _MOST_LOW + 1):
         if (data := _encoded(values, known, low)) is not None:
             return data
     raise CodecError(
-        f"{len(sizes)} of {known.d} values are not 0, about 2^{usual} each: too much for this codec; split the vector"
+        f"{np.count_nonzero(values)} of {known.d} values are not 0, about 2^{usual} each: too much for this codec; "
+        "split the vector"
     )
 
 
 def _encoded(values: I32, known: Known, low: int = 0) -> bytes | None:
     """The bytes with the `low` lowest bits of all values in planes; None where a reader would take too many steps."""
-    high, planes = _split(values, low) if low else (values, b"")
-    places = high.nonzero()[0]
-    given = high[places].astype(np.int64)
+    places, given, planes = _split(values, low)
     if _symbols(np.abs(given)) > MAX_LANES * MOST_STEPS:
         return None
     lanes = min(max((len(places) >> 8).bit_length() - 1, 0), MAX_LANES.bit_length() - 1)
@@ -90,10 +88,14 @@ def _symbols(sizes: I64) -> int:
     return int(np.minimum(sizes, _UNARY).sum() + width.sum())
 
 
-def _split(values: I32, low: int) -> tuple[I64, bytes]:
-    """The values in units of 2**`low`, to the nearest, and the bit planes of what is left."""
-    raised = values.astype(np.int64) + (1 << low - 1)
-    return raised >> low, bits.pack_planes(raised & (1 << low) - 1, low).tobytes()
+def _split(values: I32, low: int) -> tuple[I64, I64, bytes]:
+    """Where the values are not 0 in units of 2**`low`, to the nearest, and those; the bit planes of what is left."""
+    planes = b""
+    if low:
+        raised = (values & (1 << low) - 1) + (1 << low - 1)  # without the high bits, to stay within 32
+        values, planes = (values >> low) + (raised >> low), bits.pack_planes(raised & (1 << low) - 1, low).tobytes()
+    places = values.nonzero()[0]
+    return places, values[places].astype(np.int64), planes
 
 
 def decode(data: bytes, known: Known) -> I32:

@@ -78,7 +78,7 @@ def _high(stream: int, count: int, start: int) -> U32:
     return high
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def _drawn(stream: int, size: int) -> U32:
     """The uniform numbers of a round that all its devices share, in units of 2**-32; read-only.
 

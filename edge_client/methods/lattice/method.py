@@ -325,6 +325,7 @@ class Lattice(Settings):
             level = received.level + extra_levels(task.samples, received.samples)
             step, share = received.steps, task.samples / received.samples * 2.0 ** (MIDDLE - level)
         own_moves = moves(part, change, share / step.astype(np.float64), dither(a, part.size), MOST_MOVE)
+        del change  # the coder takes several times its memory
         head = UpHead(bits.checksum([own_moves]), own.gain)
         known = self.known_up(net, a, received.counts, level)
         arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, known))

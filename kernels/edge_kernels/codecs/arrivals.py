@@ -22,6 +22,7 @@ from edge_kernels.codecs.sets import CodecError
 from edge_kernels.compiled import loops
 
 I64 = NDArray[np.int64]
+U32 = NDArray[np.uint32]
 
 UNIT = 20  # log2 of hazard 1
 MOST = 4 << UNIT  # the largest hazard, and the length of a window
@@ -70,16 +71,16 @@ def chance(hazards: I64) -> I64:
     return out
 
 
-def hazard(chances: I64) -> NDArray[np.uint32]:
+def hazard(chances: I64) -> U32:
     """The hazard of ``chance / 2**24``, the inverse of :func:`chance` up to rounding, at least LEAST."""
     cell = np.minimum(_BELOW.searchsorted(chances, "right") - 1, 15)
     inside = ((chances - _BELOW[cell]) << _CELL) // _INSIDE[cell]
     found = np.minimum(np.maximum((cell << _CELL) + inside, LEAST), MOST)  # np.clip takes twice as long
-    hazards: NDArray[np.uint32] = found.astype(np.uint32)
+    hazards: U32 = found.astype(np.uint32)
     return hazards
 
 
-def ends(hazards: NDArray[np.uint32]) -> I64:
+def ends(hazards: U32) -> I64:
     """The hazard before each element, and at last that of the whole list, int64[n + 1]."""
     out = np.empty(len(hazards) + 1, np.int64)
     out[0] = 0
@@ -100,8 +101,8 @@ class Writer:
 
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes
-        self._starts: list[I64] = []
-        self._freqs: list[I64] = []
+        self._starts: list[U32] = []  # uint32[steps, lanes] of each list: half of what int64 takes
+        self._freqs: list[U32] = []
 
     def steps(self) -> int:
         """The steps so far."""
@@ -143,28 +144,28 @@ class Writer:
         lane = np.searchsorted(heads, gap[order], "right") - 1
         step = np.arange(len(gap)) - np.searchsorted(lane, np.arange(self._lanes))[lane]
         shape = int(step.max(initial=-1)) + 1, self._lanes
-        self._starts.append(np.zeros(shape, np.int64))
-        self._freqs.append(np.full(shape, _LOW, np.int64))  # a lane without a symbol keeps its state
+        self._starts.append(np.zeros(shape, np.uint32))
+        self._freqs.append(np.full(shape, _LOW, np.uint32))  # a lane without a symbol keeps its state
         self._starts[-1][step, lane] = starts[order]
         self._freqs[-1][step, lane] = freqs[order]
 
     def bytes(self) -> bytes:
         """The states, then the words."""
         x = np.full(self._lanes, _LOW, np.int64)
-        words, compiled = list[I64](), loops(__name__)
+        words, compiled = list[U32](), loops(__name__)
         for starts, freqs in zip(reversed(self._starts), reversed(self._freqs), strict=True):
             if compiled is not None:
                 words.append(compiled.write(starts, freqs, x))
                 continue
-            bounds, rests = freqs << SCALE, _LOW - freqs
             for step in range(len(starts) - 1, -1, -1):
-                over = (x >= bounds[step]).nonzero()[0]
+                freq = freqs[step].astype(np.int64)
+                over = (x >= freq << SCALE).nonzero()[0]
                 if len(over):
                     full = x[over]
-                    words.append(full & (_LOW - 1))
+                    words.append((full & (_LOW - 1)).astype(np.uint32))
                     x[over] = full >> SCALE
-                quotient = x // freqs[step]
-                quotient *= rests[step]
+                quotient = x // freq
+                quotient *= _LOW - freq
                 x += quotient
                 x += starts[step]
         words.reverse()
@@ -172,7 +173,7 @@ class Writer:
         widths = np.packbits((more[:, None] >> np.arange(2) & 1).reshape(-1).astype(np.uint8), bitorder="little")
         kept = np.arange(6) < 4 + more[:, None]
         states = x.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :6][kept]
-        flat = np.concatenate([*words, np.zeros(0, np.int64)]).astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3]
+        flat = np.concatenate([*words, np.zeros(0, "<u4")], dtype="<u4").view(np.uint8).reshape(-1, 4)[:, :3]
         return widths.tobytes() + states.tobytes() + flat.tobytes()
 
 

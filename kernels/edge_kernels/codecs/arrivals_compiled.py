@@ -67,16 +67,16 @@ def read(
 
 @njit(cache=True)
 def write(starts: Any, freqs: Any, x: Any) -> Any:
-    """The words of a list's symbols, int64[steps, lanes], coded backwards with the states `x`, changed in place."""
+    """The words of a list's symbols, uint32[steps, lanes], coded backwards with the states `x`, changed in place."""
     steps, lanes = starts.shape
-    words = np.empty(steps * lanes, np.int64)
+    words = np.empty(steps * lanes, np.uint32)
     at = len(words)
     for step in range(steps - 1, -1, -1):
         for lane in range(lanes - 1, -1, -1):
-            freq, state = freqs[step, lane], x[lane]
+            freq, state = np.int64(freqs[step, lane]), x[lane]
             if state >= freq << 24:
                 at -= 1
                 words[at] = state & ((1 << 24) - 1)
                 state >>= 24
-            x[lane] = state + state // freq * ((1 << 24) - freq) + starts[step, lane]
-    return words[at:]
+            x[lane] = state + state // freq * ((1 << 24) - freq) + np.int64(starts[step, lane])
+    return words[at:].copy()
