@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -169,3 +170,25 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
         assert pending is None  # trained again: from the same values to the same bytes
         assert [p.name for p in tmp_path.iterdir() if p.name != "lock"] == ["kept-0000001"]
         assert journal.kept(before=2)["a"].tolist() == [1]
+
+
+def test_what_was_kept_is_read_once_and_not_copied(tmp_path: Path) -> None:
+    size = 1_000_000
+    with Journal(tmp_path) as journal:
+        journal.trained({"w": np.ones(size, np.uint8)}, Pending(1, "lease", "0" * 64, bytes(size)))
+        journal.acknowledge(1)
+        tracemalloc.start()
+        try:
+            journal.kept(before=2)
+            assert tracemalloc.get_traced_memory()[1] < 2.1 * size
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_damaged_length_of_what_was_kept_takes_no_memory(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.trained({"w": np.ones(10, np.uint8)}, Pending(1, "lease", "0" * 64, b"update"))
+        path = tmp_path / "pending-0000001"
+        head, _, rest = path.read_bytes().partition(b"\n")
+        path.write_bytes(head.replace(b'"kept":', b'"kept":9000000000000000') + b"\n" + rest)
+        assert journal.pending() is None

@@ -48,8 +48,9 @@ from edge_client.measure.energy import Meter
 from edge_client.measure.meters import AUTO, choose
 from edge_client.measure.round_cost import RoundCost
 from edge_client.protocol.cost import Cost, in_words, to_header
-from edge_client.protocol.messages import Finish, Name, Personalise, Receipt, Report, Stopped, Train, Wait
+from edge_client.protocol.messages import Finish, Name, Personalise, Receipt, Report, Source, Stopped, Train, Wait
 from edge_client.protocol.payload import decode, encode
+from edge_client.task import Personal, Task
 from edge_client.training import load_backend
 
 HOLD = 25.0  # seconds the coordinator may hold a request for work: below the usual 30 s of proxies
@@ -373,8 +374,7 @@ class _Run:
         self.say(Event("training", "the rounds are over: making the personal model", work.round))
         task = session.task(work.round, rounds=work.round - 1, watch=Watch(work.round, self.say))
         try:
-            kept, content = self.journal.kept(before=work.round), decode(downlink)
-            chosen = choose_model(session.method, task, kept, content, session.personalise)
+            personal, source = self._chosen(session, task, downlink)
         except LostError as error:
             failure = failure_of(error)
             if self.lost_end or failure is None:
@@ -383,25 +383,32 @@ class _Run:
             session.exchange.fail(work.round, NO_LEASE, failure)
             self.remote.retry.pause(1.0)
             return None
-        self.say(Event("info", f"keeping the {chosen.source} model: {chosen.why}"))
+        del downlink  # compaction needs the memory
         enrolled, client = session.enrolled, self.client
         facts: dict[str, str | int] = {
             "federation": enrolled.federation,
             "device": enrolled.device,
             "method": session.method.name,
             "rounds": work.round - 1,
-            "source": chosen.source,
+            "source": source,
             "licence": enrolled.licence,
         }
-        report = conclude(
-            session.bundle, task, chosen.personal, client.model, client.threads, client.align, facts
-        ).model_copy(update={"source": chosen.source})
+        report = conclude(session.bundle, task, personal, client.model, client.threads, client.align, facts).model_copy(
+            update={"source": source}
+        )
         session.exchange.report(report)
         self.journal.finish(report)
-        for line in remarks(session.method, task, chosen.personal, report, self.journal.took_part):
+        for line in remarks(session.method, task, personal, report, self.journal.took_part):
             self.say(Event("info", line))
         self.say(Event("done", f"finished: the personal model is {client.model}"))
         return report
+
+    def _chosen(self, session: Session, task: Task, downlink: bytes) -> tuple[Personal, Source]:
+        """The model that the device keeps, and which one it is; the others are freed."""
+        kept = self.journal.kept(before=task.assignment.round)
+        chosen = choose_model(session.method, task, kept, decode(downlink), session.personalise)
+        self.say(Event("info", f"keeping the {chosen.source} model: {chosen.why}"))
+        return chosen.personal, chosen.source
 
 
 def _valid(kind: Any, value: object) -> bool:

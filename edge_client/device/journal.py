@@ -68,7 +68,7 @@ class _Header(_Stored):
     round: int
     lease: str
     downlink: str
-    kept: int
+    kept: Annotated[int, Field(ge=0)]
     kept_sha256: str
     update_sha256: str
     cost: str = ""
@@ -245,12 +245,14 @@ class Journal:
         """A round's header, what the method keeps and the update; None when the file is damaged."""
         path = self._path(kind, round_)
         with disk(path), path.open("rb") as file:
-            line, rest = file.readline(LINE_MOST), file.read()
-        try:
-            header = _Header.model_validate_json(line)
-        except ValidationError:
-            return None
-        kept, update = rest[: header.kept], rest[header.kept :]
+            try:
+                header = _Header.model_validate_json(file.readline(LINE_MOST))
+            except ValidationError:
+                return None
+            left = os.fstat(file.fileno()).st_size - file.tell()
+            if header.kept > left:
+                return None
+            kept, update = file.read(header.kept), file.read(left - header.kept)
         sound = header.round, header.kept_sha256, header.update_sha256
         return (header, kept, update) if sound == (round_, digest(kept), digest(update)) else None
 
