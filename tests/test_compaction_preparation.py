@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
@@ -38,6 +40,22 @@ def test_a_prepared_graph_gives_the_outputs_of_the_graph_for_every_number_of_sam
     for n in (1, 2, 4):
         (right,), (found,) = (_open(m).run(None, {"x": X[:n]}) for m in (model, made))
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
+def test_the_graph_that_runs_once_for_its_shapes_holds_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = parser.parse_model(HEAD + "{ h = MatMul (x, w) y = MatMul (h, v) }")
+    for key, shape in (("w", (3, 900)), ("v", (900, 2))):
+        model.graph.initializer.append(numpy_helper.from_array(np.ones(shape, np.float32), key))
+    sizes = list[int]()
+
+    def opened(given: bytes, **options: Any) -> InferenceSession:
+        sizes.append(len(given))
+        return open_onnx(given, **options)
+
+    monkeypatch.setattr("edge_client.compaction.preparation.open_onnx", opened)
+    net = prepare(model, X)
+    assert net.shapes["y"] == (1, 2)
+    assert max(sizes) < 1000
 
 
 def _open(model: onnx.ModelProto) -> InferenceSession:

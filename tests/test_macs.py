@@ -108,3 +108,16 @@ def test_an_operator_whose_work_is_not_known_is_no_zero(domain: str, kind: str) 
     model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     with pytest.raises(ConfigError, match=f"is .*{kind}, whose multiply-adds are not known"):
         macs(model)
+
+
+def test_values_of_weights_do_not_go_through_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = parsed("float[n,200] x", "y = Gemm<transB=1>(x, w)"), list[int]()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((300, 200), np.float32), "w"))
+
+    def inferred(given: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
+        sizes.append(given.ByteSize())
+        return onnx.shape_inference.infer_shapes(given, **options)
+
+    monkeypatch.setattr("edge_client.measure.macs.infer_shapes", inferred)
+    assert macs(model) == 300 * 200
+    assert max(sizes) < 1000

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from edge_client.compaction.operators import Array, Operators
 
@@ -111,14 +111,22 @@ class Net:
         return found
 
 
-def build(net: Net, nodes: Sequence[NodeProto], constants: Mapping[str, Array], outputs: Sequence[Any]) -> ModelProto:
-    """The ONNX model of `nodes` with `constants` in float32."""
+def build(
+    net: Net,
+    nodes: Sequence[NodeProto],
+    constants: Mapping[str, Array],
+    outputs: Sequence[Any],
+    given: Mapping[str, Array] = {},
+) -> ModelProto:
+    """The ONNX model of `nodes` with `constants` in float32; its inputs are the data's and the float32 ones `given`."""
+    inputs = [i for i in net.model.graph.input if i.name == net.input]
+    inputs += [helper.make_tensor_value_info(k, TensorProto.FLOAT, v.shape) for k, v in given.items()]
     graph = helper.make_graph(
         list(nodes),
         net.model.graph.name or "model",
-        [i for i in net.model.graph.input if i.name == net.input],
+        inputs,
         list(outputs),
-        [numpy_helper.from_array(_narrow(v), k) for k, v in constants.items()],
+        [numpy_helper.from_array(narrow(v), k) for k, v in constants.items()],
     )
     return helper.make_model(
         graph,
@@ -146,7 +154,8 @@ def needed(nodes: Sequence[NodeProto], outputs: set[str]) -> tuple[list[NodeProt
     return kept[::-1], live
 
 
-def _narrow(value: Array) -> Array:
+def narrow(value: Array) -> Array:
+    """Floats as float32, others as they are."""
     return value.astype(np.float32) if value.dtype.kind == "f" else value
 
 

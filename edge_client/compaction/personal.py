@@ -116,13 +116,16 @@ def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray
     run, StateError when the file cannot be written.
     """
     tensors = _effective(bundle.manifest, personal)
-    model = freeze(_read_eval(bundle), tensors)
+
+    def frozen() -> onnx.ModelProto:
+        return freeze(_read_eval(bundle), tensors)
+
     try:
         with refused():
-            data = dense(model).SerializeToString()
+            data = dense(frozen()).SerializeToString()
         _prove(bundle, tensors, data, samples)
     except CompactionError:
-        data = model.SerializeToString()
+        data = frozen().SerializeToString()
         _open(data)
     write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
 
@@ -220,7 +223,7 @@ def _open(model: bytes) -> ort.InferenceSession:
         onnx.checker.check_model(model, full_check=True)
     except Exception as error:  # onnx raises a class of its own for every kind
         raise CompactionError(f"{made} is no valid one: {_cause(error)}; {REPORT}") from None
-    return open_onnx(model, what=made, advice=REPORT, refused=CompactionError)
+    return open_onnx(model, what=made, advice=REPORT, refused=CompactionError, arena=False)
 
 
 def _cause(error: Exception) -> str:

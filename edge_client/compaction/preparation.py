@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from edge_client.compaction.net import Net, Shape, build, drop_unused, inner_reads, subgraphs
+from edge_client.compaction.net import Net, Shape, build, drop_unused, inner_reads, narrow, subgraphs
 from edge_client.compaction.operators import Array, Operators
 from edge_client.errors import CompactionError
 from edge_client.graph.nodes import REARRANGING, set_attribute, settings
@@ -25,6 +25,8 @@ from edge_client.runtimes.onnx import open_onnx
 
 _LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0}
 """Layers that a batch-norm folds into, and the axis of the weight that holds their outputs."""
+LARGE = 1024
+"""Elements beyond which a constant is given to a graph that runs once: in its file it would be copied four times."""
 _PRODUCTS = frozenset({"Gemm", "MatMul"})
 
 
@@ -68,6 +70,7 @@ def prepare(model: ModelProto, probe: Array, tensors: Mapping[str, Shape] | None
     _fold_constants(net, kept)
     if tensors is None:
         _fold_batch_norms(net)
+    drop_unused(net)  # the weights as they were before they were folded
     _plain_forms(net)
     _measure(net, probe, kept)
     _split_splits(net)
@@ -246,18 +249,22 @@ def _values(net: Net, probe: Array, sizes: Collection[str]) -> tuple[dict[str, A
     """Every value for one sample and for two; of all but `sizes` only the shape and the type count."""
     names = [o for node in net.nodes for o in node.output if o]
     outputs = [*(onnx.ValueInfoProto(name=name) for name in names if name != net.output), net.model.graph.output[0]]
-    model = build(net, net.nodes, net.constants, outputs).SerializeToString()
-    ran = open_onnx(model, what="eval.onnx", advice="export the bundle again", refused=CompactionError, rewrite=False)
+    large = {name: narrow(v) for name, v in net.constants.items() if v.dtype.kind == "f" and v.size > LARGE}
+    small = {name: v for name, v in net.constants.items() if name not in large}
+    model = build(net, net.nodes, small, outputs, large).SerializeToString()
+    ran = open_onnx(
+        model, what="eval.onnx", advice="export the bundle again", refused=CompactionError, rewrite=False, arena=False
+    )
     order = [o.name for o in outputs]
 
     def of(n: int) -> dict[str, Array]:
         try:
-            made = ran.run(order, {net.input: np.ascontiguousarray(probe[:n])})
+            made = ran.run(order, {net.input: np.ascontiguousarray(probe[:n]), **large})
         except Exception as error:  # onnxruntime raises a class of its own for every status
             raise CompactionError(f"eval.onnx does not run on {n} samples: {error}; export the bundle again") from None
         values = dict(zip(order, map(np.asarray, made), strict=True))
-        small = {o: v if o in sizes else np.broadcast_to(v.dtype.type(), v.shape) for o, v in values.items()}
-        return {**small, net.input: probe[:n]}
+        light = {o: v if o in sizes else np.broadcast_to(v.dtype.type(), v.shape) for o, v in values.items()}
+        return {**light, net.input: probe[:n]}
 
     return of(1), of(2)
 

@@ -31,8 +31,6 @@ def freeze(model: ModelProto, tensors: Mapping[str, F32]) -> ModelProto:
     frozen = ModelProto()
     frozen.CopyFrom(model)
     graph = frozen.graph
-    for name, value in tensors.items():
-        graph.initializer.append(numpy_helper.from_array(value, name))
     inputs = [i for i in graph.input if i.name not in tensors]
     if len(inputs) != 1:
         raise CompactionError(
@@ -48,7 +46,8 @@ def freeze(model: ModelProto, tensors: Mapping[str, F32]) -> ModelProto:
     used = {o.name for o in graph.output}.union(*({*node.input, *inner_reads(node)} for node in graph.node))
     kept = [t for t in graph.initializer if t.name in used]
     del graph.initializer[:]
-    graph.initializer.extend(kept)
+    graph.initializer.extend(kept)  # before the tensors: a message keeps the memory of what it dropped
+    graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in tensors.items() if name in used)
     return frozen
 
 

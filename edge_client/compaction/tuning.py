@@ -200,13 +200,13 @@ def aligned(found: Study, align: Align, clock: Clock | None) -> Smaller:
 
 def _no_dearer(found: Study, made: Smaller) -> Smaller:
     """`made`, or the narrowest graph, or the dense one: the first that has no more multiply-adds than the dense one."""
-    dense = whole(found, "what a smaller model needs instead of dead channels has more multiply-adds, so all stay")
+    why = "what a smaller model needs instead of dead channels has more multiply-adds, so all stay"
     try:
-        most = macs(dense.model)
+        most = macs(whole(found, why).model)
         if macs(made.model) <= most:
             return made
         narrow = cut(found, FEWEST)
-        return narrow if macs(narrow.model) <= most else dense
+        return narrow if macs(narrow.model) <= most else whole(found, why)
     except ConfigError:  # work that depends on the data cannot be compared
         return made
 

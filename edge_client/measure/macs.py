@@ -27,6 +27,7 @@ Shapes = Mapping[str, tuple[int, ...] | None]
 """Shape of every value by name; None where an axis is unknown."""
 SIZES = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 MOST = 64  # entries of a tensor that counts as one of sizes
+DATA = ("raw_data", "float_data", "double_data", "int32_data", "int64_data", "uint64_data")  # of a tensor
 _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "FusedConv": 1, "NhwcFusedConv": 1, "QLinearConv": 3}  # weight's place
 _PRODUCTS = {"MatMul": 1, "MatMulInteger": 1, "FusedMatMul": 1, "QLinearMatMul": 3}  # second operand's place
 OWN = ("", "ai.onnx")  # names of the domain of ONNX's own operators
@@ -50,6 +51,11 @@ def _with_shapes(model: ModelProto | bytes | Path) -> ModelProto:
         made.ParseFromString(model)
     else:
         made = onnx.load(model)
+    for tensor in made.graph.initializer:
+        if prod(tensor.dims) >= MOST:  # inference needs their shapes alone, and copies a model several times
+            for values in DATA:
+                tensor.ClearField(values)
+    made = ModelProto.FromString(made.SerializeToString())  # a message keeps the memory of what was cleared
     if made.functions:
         made = inline_local_functions(made)
     stored = {t.name for t in made.graph.initializer}
@@ -73,7 +79,9 @@ def _settle_sizes(graph: GraphProto) -> bool:
     Whether there were any.
     """
     known = _shapes(graph)
-    sizes = {t.name: numpy_helper.to_array(t) for t in graph.initializer if t.data_type in SIZES}
+    sizes = {
+        t.name: numpy_helper.to_array(t) for t in graph.initializer if t.data_type in SIZES and prod(t.dims) < MOST
+    }
     before = len(sizes)
     left = []
     for node in graph.node:
