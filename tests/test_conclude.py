@@ -79,11 +79,11 @@ def test_a_report_has_the_latency_of_each_model_under_its_own_name(
     task = task_of(bundle, x, y)
     asked: list[tuple[tuple[int, ...], int]] = []
 
-    def timed(models: Sequence[Path], sample: np.ndarray, threads: int = 1) -> tuple[float, ...]:
+    def timed(models: Sequence[Path | bytes], sample: np.ndarray, threads: int = 1) -> tuple[float, ...]:
         asked.append((sample.shape, threads))
-        # One millisecond for each weight that the model on the disk has.
-        sizes = [sum(int(np.prod(w.dims)) for w in onnx.load(model).graph.initializer) for model in models]
-        return tuple(float(size) for size in sizes)
+        # One millisecond for each weight that the model has.
+        loaded = [onnx.load(m) if isinstance(m, Path) else onnx.load_model_from_string(m) for m in models]
+        return tuple(float(sum(int(np.prod(w.dims)) for w in model.graph.initializer)) for model in loaded)
 
     monkeypatch.setattr("edge_client.device.conclude.latency", timed)
     report = conclude(bundle, task, personal, path, threads=3)
@@ -97,6 +97,21 @@ def test_a_report_has_the_latency_of_each_model_under_its_own_name(
     monkeypatch.setattr(personal_module, "write_personal", refuses)
     report = conclude(bundle, task, personal, path, threads=3)
     assert (report.latency_dense_ms, report.latency_compact_ms, report.parameters_compact) == (17, 17, 17)
+
+
+def test_the_end_writes_no_model_but_the_personal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, written = sequential_bundle(tmp_path, (2,), MLP), list[Path]()
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def timed(models: Sequence[Path | bytes], sample: np.ndarray, threads: int = 1) -> tuple[float, ...]:
+        written.extend(out.rglob("*"))
+        return tuple(1.0 for _ in models)
+
+    monkeypatch.setattr("edge_client.device.conclude.latency", timed)
+    task = task_of(bundle, np.ones((4, 2), np.float32), np.zeros(4, np.int64))
+    conclude(bundle, task, personal_of(bundle, MLP_VALUES), out / "personal.onnx")
+    assert written == [out / "personal.onnx"]
 
 
 def test_a_device_ends_with_the_evaluation_graph_itself_when_nothing_folded_is_shown_equal(

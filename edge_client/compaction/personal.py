@@ -107,13 +107,12 @@ def write_personal(
     )
 
 
-def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None) -> None:
-    """Write `personal` with all its channels, to compare the compact model's latency with.
+def dense_model(bundle: Bundle, personal: Personal, samples: NDArray[Any] | None = None) -> bytes:
+    """`personal` with all its channels as a serialised model, to compare the compact model's latency with.
 
     It is built and checked as the compact model is, so the two differ in their channels only. When the check fails, as
-    after training that left values which float32 cannot follow, the file is `eval.onnx` with the values put in: by
-    definition the masked model. Raises CompactionError when the values do not fit the bundle or the graph does not
-    run, StateError when the file cannot be written.
+    after training that left values which float32 cannot follow, it is `eval.onnx` with the values put in: by
+    definition the masked model. Raises CompactionError when the values do not fit the bundle or the graph does not run.
     """
     tensors = _effective(bundle.manifest, personal)
 
@@ -127,7 +126,12 @@ def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray
     except CompactionError:
         data = frozen().SerializeToString()
         _open(data)
-    write_whole(path, data, mode=0o666, elsewhere=ELSEWHERE)
+    return data
+
+
+def write_dense(bundle: Bundle, personal: Personal, path: Path, samples: NDArray[Any] | None = None) -> None:
+    """Write `dense_model`. Raises what that raises, and StateError when the file cannot be written."""
+    write_whole(path, dense_model(bundle, personal, samples), mode=0o666, elsewhere=ELSEWHERE)
 
 
 def write_smallest(

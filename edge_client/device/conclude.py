@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +9,7 @@ from types import MappingProxyType
 from edge_client.align import Align
 from edge_client.bundle import Bundle
 from edge_client.card import card, describe
-from edge_client.compaction.personal import write_dense, write_smallest
+from edge_client.compaction.personal import dense_model, write_smallest
 from edge_client.compaction.tuning import clock
 from edge_client.errors import StateError
 from edge_client.measure.latency import latency
@@ -57,10 +56,8 @@ def conclude(
             latency_compact_ms=of_dense,
             uncompacted=compact[:REASON_MOST],
         )
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        dense = Path(folder) / "dense.onnx"
-        write_dense(bundle, personal, dense, data.x)
-        of_dense, of_compact = latency([dense, path], data.x[:1], threads=threads)
+    dense = dense_model(bundle, personal, data.x)
+    of_dense, of_compact = latency([dense, path], data.x[:1], threads=threads)
     return Report(
         score=score,
         test_samples=len(data.y_test),
