@@ -121,7 +121,7 @@ def dense_model(bundle: Bundle, personal: Personal, samples: NDArray[Any] | None
 
     try:
         with refused():
-            data = dense(frozen()).SerializeToString()
+            data: bytes = dense(frozen()).SerializeToString()
         _prove(bundle, tensors, data, samples)
     except CompactionError:
         data = frozen().SerializeToString()
