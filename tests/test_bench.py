@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import time
@@ -220,6 +221,20 @@ def test_personal_values_or_a_mask_come_from_a_file(tmp_path: Path) -> None:
 
 
 # --- one process of its own
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library keeps what it keeps")
+def test_free_memory_below_memory_in_use_goes_back_to_the_system() -> None:
+    arrays = [np.ones(100_000, np.uint8) for _ in range(500)]
+    last = arrays.pop()
+    before = memory.resident_mb()
+    assert before is not None
+    del arrays
+    memory.give_back()
+    after = memory.resident_mb()
+    assert after is not None
+    assert before - after > 40
+    assert last.all()
 
 
 def test_a_process_of_its_own_measures_cold_start_and_the_models_memory(tmp_path: Path) -> None:

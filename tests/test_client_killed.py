@@ -153,3 +153,29 @@ def test_a_round_that_went_on_without_the_device_is_dropped_with_what_it_kept(tm
     assert (result.rounds, sorted(coordinator.updates)) == (2, [1, 3])
     assert [e.round for e in said if e.kind == "dropped"] == [2]
     assert sorted(p.name for p in tmp_path.glob("kept-*")) == ["kept-0000001", "kept-0000003"]
+
+
+def test_a_device_whose_update_another_one_sent_under_its_name_says_what_to_look_for(tmp_path: Path) -> None:
+    coordinator, first = Coordinator(), [True]
+
+    def copied(request: httpx.Request) -> httpx.Response | None:
+        if request.method == "PUT" and "rounds/2/" in request.url.path and first:
+            first.clear()
+            coordinator.round = 3
+            return problem(409, "conflicting-update", "another body came before")
+        return None
+
+    coordinator.fault = copied
+    said = list[Event]()
+    device(tmp_path, coordinator).run(on_event=said.append)
+    (dropped,) = (e.text for e in said if e.kind == "dropped")
+    assert dropped.endswith(
+        f"another body came before; if a copy of {tmp_path} is in use elsewhere, let that device join anew"
+    )
+
+
+def test_after_a_round_free_memory_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[int]()
+    monkeypatch.setattr("edge_client.device.client.memory.give_back", lambda: given.append(1))
+    device(tmp_path, Coordinator(rounds=3)).run()
+    assert len(given) == 4  # three rounds and the end

@@ -44,6 +44,7 @@ from edge_client.link.remote import Remote
 from edge_client.link.remote_bundle import MAX_PARAMETERS, check_downlink
 from edge_client.link.retry import Retry, longest
 from edge_client.link.transport import Transport
+from edge_client.measure import memory
 from edge_client.measure.energy import Meter
 from edge_client.measure.meters import AUTO, choose
 from edge_client.measure.round_cost import RoundCost
@@ -276,6 +277,7 @@ class _Run:
     def _round(self, session: Session, work: Train, linger: float | None) -> Receipt | None:
         """Train and send one round: its receipt, with the next round's work when that comes within `linger` seconds."""
         trained = self._train(session, work)
+        memory.give_back()  # a device waits longer than it trains
         if trained is None:
             return None
         outcome, cost = trained
@@ -345,13 +347,16 @@ class _Run:
         """
         if error.status not in OVER + UNFIT:
             raise error
-        if error.kind == "conflicting-update":  # an earlier update was acknowledged: its kept values stay
+        twice = error.kind == "conflicting-update"
+        if twice:  # an earlier update was acknowledged: its kept values stay
             self.journal.acknowledge(pending.round)
         else:
             self.journal.drop_pending()
         if error.status in OVER:
             self.failures = 0
             text = f"round {pending.round} went on without this update: {error}"
+            if twice:
+                text += f"; if a copy of {self.journal.folder} is in use elsewhere, let that device join anew"
             self.say(Event("dropped", text, pending.round))
             return
         failure = failure_of(error, other="refused")
@@ -383,7 +388,8 @@ class _Run:
             session.exchange.fail(work.round, NO_LEASE, failure)
             self.remote.retry.pause(1.0)
             return None
-        del downlink  # compaction needs the memory
+        del downlink
+        memory.give_back()  # compaction needs it
         enrolled, client = session.enrolled, self.client
         facts: dict[str, str | int] = {
             "federation": enrolled.federation,
