@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from numpy_mlp import mlp, model, secret
-from rounds import stored, weighed
+from numpy_mlp import mlp
+from rounds import Rounds
 
+from coord_server.guard import Limit
 from edge_client.bundle import F32, Init, Manifest, Tensor
 from edge_client.data import DeviceData
 from edge_client.errors import LostError
 from edge_client.methods.lattice.grid import spread, trainable
 from edge_client.methods.lattice.method import MOVES, Lattice
+from edge_client.methods.lattice.wire import up_head
 from edge_client.narrow import Channels, narrow
-from edge_client.protocol.payload import Payload, decode, encode
-from edge_client.task import Assignment, Course, Local, Task
+from edge_client.protocol.payload import Payload
 from edge_client.training import Gradient
 
 M = mlp(6, 5, 3)
@@ -59,72 +60,53 @@ def samples(label: int, n: int = 8) -> DeviceData:
 THREE = {d: samples(i) for i, d in enumerate("abc")}
 
 
-@dataclass
-class LatticeFleet:
-    """A federation by hand. Every value is stored and read again between the rounds."""
+class LatticeFleet(Rounds):
+    """A federation of Lattice by hand, whose devices send what the test wants. `lost` has (round, device)."""
 
     method: Lattice
-    data: Mapping[str, DeviceData]
-    seed: int = 3
-    cohort: int = 3
-    rounds: int = 60
-    m: Manifest = M
-    trainer: Any = None
-    change: Callable[[str, Payload], Payload] = lambda device, update: update
-    round: int = 0
-    records: dict[str, Any] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)
-    local: dict[str, Local] = field(default_factory=dict)
-    lost: list[tuple[int, str]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.course = Course(model(self.m), self.seed, self.rounds, self.cohort)
-        self.state = stored(self.method.start(self.course))
-        self.trainer = self.trainer or pull(self.m)
-
-    def task(self, device: str, place: int = 0) -> Task:
-        a = Assignment(self.course, self.round, device, place)
-        return Task(a, self.trainer, self.data[device], secret(device))
+    def __init__(
+        self,
+        method: Lattice,
+        data: Mapping[str, DeviceData],
+        seed: int = 3,
+        cohort: int = 3,
+        rounds: int = 60,
+        m: Manifest = M,
+        trainer: Any = None,
+    ) -> None:
+        super().__init__(method, m, rounds, seed=seed, cohort=cohort, data=data, trainer=trainer or pull(m))
+        self.change: Callable[[str, Payload], Payload] = lambda device, update: update
+        self.gain: Mapping[str, float] = {}
+        self.lost: list[tuple[int, str]] = []
 
     def receive(self, device: str) -> Any:
         """The next downlink as the device decodes it; after a loss the whole one."""
-        a = Assignment(self.course, self.round + 1, device)
-        for _ in range(2):
-            record = self.records.get(device)
-            sent = decode(encode(self.method.downlink(self.course, a.round, self.state, record)))
-            try:
-                return self.method.receive(a, self.kept.get(device), sent)
-            except LostError:
-                self.lost.append((a.round, device))
-                self.records[device] = self.method.lost(record)
-        raise AssertionError("lost twice")
+        try:
+            return super().receive(device)
+        except LostError:
+            self.lost.append((self.round + 1, device))
+            self.lose(device)
+            return super().receive(device)
 
-    def play(self, *devices: str, gain: float | Mapping[str, float] | None = None, dropped: bool = False) -> None:
+    def train(self, device: str, place: int) -> Payload:
+        update = super().train(device, place)
+        if device in self.gain:
+            head, moves = up_head(update.arrays[MOVES].tobytes())
+            data = replace(head, gain=self.gain[device]).pack() + moves
+            update = replace(update, arrays={**update.arrays, MOVES: np.frombuffer(data, np.uint8)})
+        return self.change(device, update)
+
+    def play(
+        self, *devices: str, gain: float | Mapping[str, float] | None = None, dropped: bool = False, **more: Any
+    ) -> None:
         """One round of these devices; their place is their order. When it is dropped, no update is counted."""
-        received = {d: self.receive(d) for d in devices}
-        self.round += 1
-        total: Any = None
-        for place, d in enumerate(devices):
-            t = self.task(d, place)
-            self.local[d] = weighed(self.method.local_round(t, self.kept.get(d), received[d]), t.samples)
-            self.kept[d] = stored(self.local[d].kept)
-            sent = decode(encode(self.change(d, self.local[d].update)))
-            if len(sent.arrays.get(MOVES, sent.arrays)) < 4 * self.m.d:
-                assert sum(x.nbytes for x in sent.arrays.values()) <= self.method.update_limit(t.assignment.course)
-            update = self.method.read_update(t.assignment, self.state, self.records.get(d), sent)
-            if gain is not None:
-                update = replace(update, gain=gain[d] if isinstance(gain, Mapping) else gain)
-            if dropped:
-                self.method.influence(t.assignment, self.state, update)
-                continue
-            record = self.records.get(d)
-            total, self.records[d] = self.method.fold(t.assignment, self.state, total, update, record)
-        if dropped:
-            return
-        self.state = self.method.sized(self.state, len(self.data))
-        self.state, changed = self.method.finish(self.course, self.round, sorted(devices), self.state, total)
-        self.state = stored(self.state)
-        self.records = {d: stored(record) for d, record in {**self.records, **changed}.items()}
+        for d in devices:
+            self.receive(d)
+        self.gain = gain if isinstance(gain, Mapping) else {} if gain is None else dict.fromkeys(devices, gain)
+        super().play(
+            *devices, **more, limits={d: Limit(1.0, 1.0, True, "as the test wants") for d in devices if dropped}
+        )
 
     def moved(self) -> NDArray[np.float64]:
         """How far the model is from the bundle's."""

@@ -119,7 +119,7 @@ class Rounds:
         if left is not None:
             self.records[device] = self.unpacked(left)
 
-    def play(self, *devices: str, lost: Collection[str] = ()) -> None:
+    def play(self, *devices: str, lost: Collection[str] = (), limits: Mapping[str, Limit] | None = None) -> None:
         """One round of these devices; their places are their order.
 
         Those in `lost` report that they lost what they kept, and sit the round out. Another loss is an error.
@@ -134,7 +134,7 @@ class Rounds:
             down = encode(self.down[d])
             assert sent.setdefault(self.audience(d), down) == down
             updates[d] = self.train(d, place)
-        self.close(updates, {d: place for place, d in enumerate(devices)})
+        self.close(updates, {d: place for place, d in enumerate(devices)}, limits)
 
     def train(self, device: str, place: int) -> Payload:
         """The device's half of a round, from its downlink to its update."""

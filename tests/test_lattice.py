@@ -318,7 +318,7 @@ def test_the_moves_of_a_device_of_very_many_samples_are_coarse_and_mean_what_the
     fleet.play("a", "b")
     received, before = fleet.receive("c"), fleet.state
     fleet.play("a", "b", "c")
-    a, local = fleet.task("c", 2).assignment, fleet.local["c"]
+    a, local = fleet.task("c", fleet.round, 2).assignment, fleet.local["c"]
     update = fleet.method.read_update(a, before, None, local.update)
     change = trainable(M).gather(local.trained.parameters) - trainable(M).gather(received.parameters)
     exact = change * 100.0 / spread(trainable(M), before.steps)

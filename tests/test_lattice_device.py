@@ -33,7 +33,8 @@ AVERAGE = 4
 def of_docs(fleet: LatticeFleet, received: Received) -> Device:
     """The docs' device in the network of this round."""
     shapes = [t.shape for t in received.net.model.manifest.parameters]
-    d = Device(fleet.seed, fleet.cohort, fleet.rounds, AVERAGE, shapes, nearest(fleet.course.model.buffers))
+    c = fleet.course
+    d = Device(c.seed, c.cohort, c.rounds, AVERAGE, shapes, nearest(c.model.buffers))
     if received.net.units is None:
         return d
     live = [int(n) for n in received.net.units.places]
@@ -105,7 +106,7 @@ def test_a_device_written_from_the_docs_reads_every_downlink_and_every_update(
         fleet.play(*cohort, gain=1.0 if round_ in BAD else -1.0)
         for place, device in enumerate(cohort):
             d, received, held[device] = before[device]
-            check_update(d, fleet.task(device, place), received, fleet.local[device])
+            check_update(d, fleet.task(device, round_, place), received, fleet.local[device])
     for device in "abcdx":
         read(device)
     assert since >= {0, 1, 2, 3}

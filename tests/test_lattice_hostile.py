@@ -75,7 +75,6 @@ def _bad_updates() -> dict[str, Callable[[Payload], Payload]]:
         ),
         "gain is NaN": lambda p: array(MOVES, _with_gain(p.arrays[MOVES], float("nan")))(p),
         "statistics": array("statistics", np.zeros(3, np.float16)),
-        "no samples": lambda p: replace(p, meta={}),
     }
 
 
@@ -88,6 +87,14 @@ def test_a_hostile_update_is_refused(kind: str, round_: int) -> None:
     fleet.change = lambda device, update: _bad_updates()[kind](update) if device == "b" else update
     with pytest.raises(PayloadError):
         fleet.play(*"abc")
+
+
+def test_an_update_without_samples_is_refused() -> None:
+    fleet = LatticeFleet(Lattice(epochs=1, lr=0.1), THREE)
+    before, a = fleet.state, fleet.task("a").assignment
+    fleet.play("a")
+    with pytest.raises(PayloadError, match="samples"):
+        fleet.method.read_update(a, before, None, Payload(fleet.local["a"].update.arrays))
 
 
 @pytest.mark.parametrize("each", [[-1, 1, 1, 1], [3e38, 1, 1, 1], [np.nan, 1, 1, 1], [1, 1]])

@@ -66,7 +66,7 @@ def channels(fleet: LatticeFleet) -> dict[str, list[int]]:
 
 def whole_weights(fleet: LatticeFleet) -> F32:
     """The server's model as a vector of the whole network, zero where a unit is gone; by the definition of N."""
-    unit = np.asarray(fleet.state.steps, np.float64) / 2**MIDDLE / fleet.cohort
+    unit = np.asarray(fleet.state.steps, np.float64) / 2**MIDDLE / fleet.course.cohort
     tensors = dict(views(fleet.m.parameters, fleet.course.model.parameters.copy()))
     left, at = channels(fleet), 0
     out = np.zeros(fleet.m.d, np.float32)
@@ -471,7 +471,6 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
 
 def personal(fleet: LatticeFleet, device: str, received: Received) -> tuple[Task, Personal]:
     task = fleet.task(device)
-    task = replace(task, assignment=replace(task.assignment, round=fleet.round + 1))
     return task, fleet.method.personal(task, fleet.kept.get(device), received)
 
 
