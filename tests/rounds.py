@@ -88,6 +88,8 @@ class Rounds:
         """By device its last update as it travelled, with the device's figures."""
         self.read: dict[str, Any] = {}
         """By device its last update as the server decoded it."""
+        self.places: dict[str, int] = {}
+        """By device its place in the last round that it trained in."""
         self.took_part: list[str] = []
         """The devices whose updates the last round counted."""
         self.seen = set(self.data)
@@ -134,7 +136,7 @@ class Rounds:
             down = encode(self.down[d])
             assert sent.setdefault(self.audience(d), down) == down
             updates[d] = self.train(d, place)
-        self.close(updates, {d: place for place, d in enumerate(devices)}, limits)
+        self.close(updates, limits)
 
     def train(self, device: str, place: int) -> Payload:
         """The device's half of a round, from its downlink to its update."""
@@ -143,6 +145,7 @@ class Rounds:
             value, self.received[device] = local.read_downlink(method, a, kept, downlink)
             return value, self.received[device]
 
+        self.places[device] = place
         task, kept = self.task(device, place=place), to_arrays(self.kept.get(device))
         done = local.run_round(self.method, task, kept, self.down[device], read=read)
         self.kept[device] = self.reopened(done.kept)
@@ -160,12 +163,7 @@ class Rounds:
         assert self.method.kept_type is not None
         return from_arrays(self.method.kept_type, decode(encode(Payload(kept))).arrays)
 
-    def close(
-        self,
-        updates: Mapping[str, Payload],
-        places: Mapping[str, int] | None = None,
-        limits: Mapping[str, Limit] | None = None,
-    ) -> None:
+    def close(self, updates: Mapping[str, Payload], limits: Mapping[str, Limit] | None = None) -> None:
         """The server's half of a round: these updates folded into the next state. Without any the state stays.
 
         `limits` are those of the guard, by device; it finds none of its own.
@@ -177,7 +175,7 @@ class Rounds:
             return
         contributions = []
         for d in self.took_part:
-            a, record = Assignment(self.course, self.round, d, (places or {}).get(d, 0)), self.records.get(d)
+            a, record = Assignment(self.course, self.round, d, self.places.get(d, 0)), self.records.get(d)
             data = encode(with_figures(updates[d]))
             checked = aggregation.check_update(self.method, a, self.state, record, data)
             self.read[d] = checked.update
