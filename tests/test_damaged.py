@@ -8,10 +8,22 @@ from pathlib import Path
 import pytest
 from coordination import Fleet, manifest, pages, play, refused, settings, whole
 from dashboard_pages import HTML, PAGE, log_in, said
+from httpx import Response
 
 from coord_server.operator import manage
 from edge_client.bundle import digest
 from edge_client.protocol.operator import BundleSummary
+
+
+async def beside_the_rest(fault: str, fleet: Fleet) -> Response:
+    """The federation's page; there and on the first page the fault is said, and all that is not damaged."""
+    await log_in(fleet)
+    for page, other in (("/", "other"), (PAGE, "after local training")):
+        shown = await fleet.http.get(page, headers=HTML)
+        assert shown.status_code == 200
+        assert fault in said(shown)
+        assert other in said(shown)
+    return shown
 
 
 def test_a_damaged_manifest_is_named_and_the_other_bundles_are_listed(tmp_path: Path) -> None:
@@ -92,12 +104,7 @@ def test_a_damaged_round_is_named_and_everything_else_is_shown(tmp_path: Path) -
             await fleet.due("a")
         with sqlite3.connect(tmp_path / "coordinator.db") as database:
             database.execute("update rounds set record = '{\"x\":1}' where round = 2")
-        await log_in(fleet)
-        for page, other in (("/", "other"), (PAGE, "after local training")):
-            shown = await fleet.http.get(page, headers=HTML)
-            assert shown.status_code == 200
-            assert FAULT in said(shown)
-            assert other in said(shown)
+        shown = await beside_the_rest(FAULT, fleet)
         numbers = [[r["round"] for r in part] for part in await pages(fleet, "/v1/federations/fed/rounds", 1)]
         assert numbers == [[1], [], [3]]
         again = await fleet.http.get(PAGE, headers=HTML)
@@ -173,11 +180,6 @@ def test_a_damaged_last_downlink_is_named_and_everything_else_is_shown(tmp_path:
         await whole(fleet, "a", "bb")
         with sqlite3.connect(tmp_path / "coordinator.db") as database:
             database.execute("update devices set last_down = '{' where device = 'a'")
-        await log_in(fleet)
-        for page, other in (("/", "other"), (PAGE, "after local training")):
-            shown = await fleet.http.get(page, headers=HTML)
-            assert shown.status_code == 200
-            assert ROW in said(shown)
-            assert other in said(shown)
+        await beside_the_rest(ROW, fleet)
 
     play(tmp_path, script)

@@ -50,8 +50,12 @@ def closed(round_: int, before: float, after: float) -> Round:
 
 
 def text(f: Federation, rounds: Sequence[Round] = (), devices: Sequence[Device] = (), width: int = 200) -> str:
+    return printed(Look(f, rounds, devices, "https://fleet.example", NOW), width)
+
+
+def printed(found: Look, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(*overview(Look(f, rounds, devices, "https://fleet.example", NOW)))
+    console.print(*overview(found))
     return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
 
 
@@ -293,9 +297,7 @@ def test_a_federation_that_could_not_be_loaded_shows_its_fault() -> None:
     operator = Asked(federation(fault="the method is not installed"))
     operator.loaded = False
     found = show.look(operator, "fleet", "u")
-    console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(*overview(found))
-    text = console.export_text()
+    text = printed(found)
     assert "the method is not installed" in text
     assert "could not be loaded, running in round" in text
     assert "mend the fault, then start the coordinator again; or `maskfleet federation stop fleet`" in text
@@ -306,9 +308,7 @@ def test_a_closed_round_that_is_not_listed_is_named_beside_the_others() -> None:
     operator = Asked(federation(round=5))
     operator.closed = [closed(1, 0.5, 0.6), closed(3, 0.7, 0.8)]
     found = show.look(operator, "fleet", "u")
-    console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(*overview(found))
-    text = console.export_text()
+    text = printed(found)
     assert "the record of round 2, round 4 of fleet is damaged; restore the database" in text
     assert "0.800 mean" in text
     assert "worst after round 3" in text
