@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 from edge_kernels.codecs import CodecError
@@ -146,7 +146,7 @@ def encode(payload: Payload, header_limit: int = HEADER_BYTES) -> bytes:
 
 
 def _dumped(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return json.dumps(value, separators=(",", ":"))
 
 
 def decode(data: bytes, header_limit: int = HEADER_BYTES) -> Payload:
@@ -219,8 +219,8 @@ def _text(value: object) -> None:
 
 
 def _json(text: str) -> Any:
-    """A JSON value with every key once, without NaN and infinity. Raises ValueError."""
-    return json.loads(text, object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
+    """A JSON value with every key once; a NaN is left to those who check numbers. Raises ValueError."""
+    return json.loads(text, object_pairs_hook=without_repeats)
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -233,10 +233,6 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"the key {name!r:.60} is there twice")
     return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 # --- arrays
