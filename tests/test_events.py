@@ -184,6 +184,19 @@ def test_streams_are_bounded_end_with_their_token_and_leave_their_place(
     play(tmp_path, script, most=8)
 
 
+def test_a_stream_on_which_nothing_happens_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "HEARTBEAT", 0.05)
+
+    async def script(_: Served, fleet: Fleet) -> None:
+        await fleet.federation()
+        async with fleet.http.stream("GET", f"{FED}/events", headers=bearer(OPERATOR), timeout=LIMIT) as answer:
+            async for line in answer.aiter_lines():
+                if line == ": nothing new":
+                    return
+
+    play(tmp_path, script)
+
+
 def test_a_reader_that_takes_nothing_is_cut_off_and_nothing_is_buffered_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
