@@ -191,7 +191,9 @@ def test_rounds_and_once_stop_early_and_the_next_run_goes_on(tmp_path: Path) -> 
     whole = Coordinator()
     device(tmp_path / "whole", whole).run()
     parts = Coordinator()
-    assert device(tmp_path / "parts", parts).run(once=True).rounds == 1
+    said = list[Event]()
+    assert device(tmp_path / "parts", parts).run(once=True, on_event=said.append).rounds == 1
+    assert (said[-1].kind, said[-1].text) == ("done", "1 round done; run the same command again to go on")
     assert device(tmp_path / "parts", parts).run(rounds=2).ended == "paused"
     assert device(tmp_path / "parts", parts).run().ended == "finished"
     assert parts.updates == whole.updates

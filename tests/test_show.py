@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from coord_server import engine
 from coord_server.live.status import summary
-from coord_server.operator import cli, show
+from coord_server.operator import cli, show, tables
 from coord_server.operator.cli import _say
 from coord_server.operator.client import Operator
 from coord_server.operator.show import Look, bars, overview
@@ -54,8 +54,12 @@ def text(f: Federation, rounds: Sequence[Round] = (), devices: Sequence[Device] 
 
 
 def printed(found: Look, width: int = 200) -> str:
+    return shown(*overview(found), width=width)
+
+
+def shown(*tables: Any, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(*overview(found))
+    console.print(*tables, sep="\n")
     return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
 
 
@@ -87,6 +91,21 @@ def test_a_device_that_failed_and_has_its_model_since_is_not_missing() -> None:
     assert "devices 2 enrolled: 1 failed, 1 done" in ended
     assert "failed: b (lost: the state folder is of a backup)" in ended
     assert "a (lost" not in ended
+
+
+def test_a_round_that_is_not_run_again_has_no_attempt() -> None:
+    assert "attempt" not in text(federation())
+    assert "attempt" not in text(federation("paused", attempt=2))
+
+
+def test_closed_rounds_have_a_row_each_and_name_who_failed() -> None:
+    failed = {"c": Failure(kind="diverged", reason="the loss overflowed")}
+    first = closed(1, 0.5, 0.6).model_copy(update={"failed": failed, "skipped": ["d", "e"]})
+    found = shown(*tables.rounds([first, closed(2, 0.6, 0.7)])).splitlines()
+    assert "1 2 1.0000 0.6000 0.4000 0.500 4.000 30.0 1 2" in found
+    assert "2 2 1.0000 0.7000 0.5000 0.500 4.000 30.0" in found
+    assert "round 1: d skipped: its update could not be folded" in found
+    assert any("round 1: c" in line and "diverged" in line for line in found)
 
 
 def test_a_federation_below_its_start_says_so() -> None:
