@@ -197,6 +197,32 @@ def test_a_stream_on_which_nothing_happens_says_so(tmp_path: Path, monkeypatch: 
     play(tmp_path, script)
 
 
+def test_a_stream_says_each_fault_once_and_when_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "HEARTBEAT", 0.05)
+
+    async def script(server: Served, fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", max_attempts=1)
+        own = server.server.config.app.state.coordinator.federation("fed")._faults  # type: ignore[union-attr]
+        async with stream(fleet) as events:
+            await anext(events)
+            own.set("fold", "the disk is full")
+            found = [await anext(events)]
+            own.clear("fold")
+            found.append(await anext(events))
+            assert [(id_, said.kind, said.fault) for id_, said in found] == [
+                (None, "fault", "the disk is full"), (None, "fault", None),
+            ]  # fmt: skip
+            for device in ("a", "bb"):
+                await fleet.fail(device, await fleet.work(device), "data")
+            paused = await until(events, lambda said: said.kind == "fault")
+            assert paused[-1][0] is not None  # committed, so every coordinator says it
+            await fleet.operator("POST", f"{FED}/resume")
+            following = await until(events, lambda said: said.kind == "fault")
+            assert following[-1][1].fault is None  # the first fault was not said again
+
+    play(tmp_path, script)
+
+
 def test_a_reader_that_takes_nothing_is_cut_off_and_nothing_is_buffered_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

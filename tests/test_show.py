@@ -1,4 +1,4 @@
-"""What `federation show` says of a federation, and that watching one ends with it."""
+"""What `federation show` and the tables say of federations, and that watching one ends with it."""
 
 from __future__ import annotations
 
@@ -98,10 +98,36 @@ def test_a_round_that_is_not_run_again_has_no_attempt() -> None:
     assert "attempt" not in text(federation("paused", attempt=2))
 
 
+def test_federations_have_a_row_each_and_their_faults_below() -> None:
+    running = federation(deadline_in=90.0, attempt=2)
+    lost = federation().model_copy(update={"id": "lost", "config": None, "phase": None, "fault": "no method"})
+    found = shown(*tables.federations([running, lost])).splitlines()
+    assert "fleet fedpm running 3/10 try 2 3 1 in, 2 due 90 s" in found
+    assert "fleet fedpm running 3/10 3 1 in, 2 due" in shown(*tables.federations([federation()])).splitlines()
+    assert found[-2:] == ["lost", "fault of lost: no method"]
+
+
+def test_devices_have_a_row_each_with_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables.time, "time", lambda: NOW)
+    report = Report(score=0.8, test_samples=4, parameters_dense=6, parameters_compact=6)
+    failure = Failure(kind="diverged", reason="the loss overflowed")
+    each = [
+        device("a", 30), device("b", 31), device("c", ready=False), device("d", report=report, ready=False),
+        device("e", removed=True, report=report), device("f", failure=failure),
+    ]  # fmt: skip
+    found = shown(*tables.devices(each, presence=30)).splitlines()
+    for row in ("a 2 1 1 30 s ready", "b 2 1 1 31 s silent", "c 2 1 1 0 s enrolled", "d 2 1 1 0.8000 0 s done"):
+        assert row in found
+    assert "e 2 1 1 0.8000 0 s removed" in found
+    assert "f 2 1 1 0 s failed" in found
+    assert found[-1] == "f failed (diverged): the loss overflowed"
+
+
 def test_closed_rounds_have_a_row_each_and_name_who_failed() -> None:
     failed = {"c": Failure(kind="diverged", reason="the loss overflowed")}
     first = closed(1, 0.5, 0.6).model_copy(update={"failed": failed, "skipped": ["d", "e"]})
     found = shown(*tables.rounds([first, closed(2, 0.6, 0.7)])).splitlines()
+    assert "1 mask 200 theta 2,000" in found
     assert "1 2 1.0000 0.6000 0.4000 0.500 4.000 30.0 1 2" in found
     assert "2 2 1.0000 0.7000 0.5000 0.500 4.000 30.0" in found
     assert "round 1: d skipped: its update could not be folded" in found
