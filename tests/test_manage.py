@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -137,6 +138,17 @@ def test_an_answer_that_cannot_be_read_is_a_sentence(monkeypatch: pytest.MonkeyP
         pytest.raises(ServerError, match="answered what cannot be read"),
     ):
         operator.rounds("fed")
+
+
+@pytest.mark.parametrize(("given", "count"), [("abcd", 2), ("abce", 0)])
+def test_a_bundle_s_beginning_that_others_share_deletes_none(
+    given: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = [SimpleNamespace(digest="abcd" + 60 * end) for end in "01"]
+    monkeypatch.setattr(Operator, "bundles", lambda _: listed)
+    monkeypatch.setenv("MASKFLEET_OPERATOR_TOKEN", OPERATOR)
+    with pytest.raises(ConfigError, match=f"{count} bundles begin with '{given}'"):
+        manage.delete_bundle(given, "http://127.0.0.1:1", Path("token"))
 
 
 def test_an_address_that_redirects_is_named_and_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
