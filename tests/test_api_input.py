@@ -26,16 +26,24 @@ from coordination import (
     update,
 )
 
+from coord_server.http import blobs
 from coord_server.http.bodies import JSON_DEPTH, JSON_LIMIT
 from edge_client.bundle import MAX_MANIFEST, digest
 
 
-def test_bundles_and_payloads_have_etags_ranges_and_their_readers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [blobs.WHOLE, 0], ids=["in one piece", "as a stream"])
+def test_bundles_and_payloads_have_etags_ranges_and_their_readers(
+    whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blobs, "WHOLE", whole)
+
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", "b")
         address, mine = digest(manifest().to_bytes()), bearer(credential("a"))
         whole = await fleet.http.get(f"/v1/bundles/{address}", headers=mine)
         assert whole.content == manifest().to_bytes()
+        device, _ = (await fleet.operator("GET", "/v1/federations/fed/devices")).json()
+        assert device["messages_down"]["bundle"] == len(whole.content)
         assert whole.headers["cache-control"] == "private, max-age=31536000, immutable"
         work = await fleet.work("a")
         for path in (f"/v1/bundles/{address}/parts/train.onnx", f"/v1/federations/fed/payloads/{work['downlink']}"):

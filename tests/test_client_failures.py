@@ -288,9 +288,10 @@ def test_a_data_file_that_is_gone_is_reported_after_the_update_that_was_trained_
     coordinator.fault = lambda r: httpx.Response(502) if "/updates/" in r.url.path else None
     with pytest.raises(UnreachableError):
         device(tmp_path, coordinator, patience=0.0).run()
-    coordinator.fault = lambda _: None
+    coordinator.fault, said = lambda _: None, list[Event]()
     with pytest.raises(DataError, match="there is no data file"):
-        device(tmp_path, coordinator, data=tmp_path / "gone.npz").run()
+        device(tmp_path, coordinator, data=tmp_path / "gone.npz").run(on_event=said.append)
+    assert Event("info", "round 1: resuming with the update trained before", 1) in said
     assert list(coordinator.updates) == [1]
     assert [(r, f.kind) for r, _, f in coordinator.failures] == [(2, "data")]
 
