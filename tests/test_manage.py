@@ -16,7 +16,7 @@ from listening import listening
 from typer.testing import CliRunner
 
 from coord_server.http import pages
-from coord_server.operator import manage
+from coord_server.operator import cli, manage
 from coord_server.operator.client import Operator
 from edge_client.errors import ConfigError, ServerError, UnreachableError
 from edge_client.link.transport import Transient, Transport
@@ -149,6 +149,15 @@ def test_a_bundle_s_beginning_that_others_share_deletes_none(
     monkeypatch.setenv("MASKFLEET_OPERATOR_TOKEN", OPERATOR)
     with pytest.raises(ConfigError, match=f"{count} bundles begin with '{given}'"):
         manage.delete_bundle(given, "http://127.0.0.1:1", Path("token"))
+
+
+def test_the_state_is_written_to_the_file_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Operator, "state", lambda *_: b"state")
+    environment, file = {"MASKFLEET_OPERATOR_TOKEN": OPERATOR}, tmp_path / "state.safetensors"
+    done = CliRunner().invoke(cli.app, ["export", "fed", "--output", str(file)], env=environment)
+    assert (done.output.replace("\n", ""), file.read_bytes()) == (f"{file}: 5 bytes", b"state")
+    without = CliRunner().invoke(cli.app, ["export", "fed"], env=environment)
+    assert "nothing to write" in str(without.exception)
 
 
 def test_an_address_that_redirects_is_named_and_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
