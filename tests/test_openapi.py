@@ -287,8 +287,11 @@ def test_head_is_answered_as_get_without_the_body_wherever_there_is_a_get(
             async with fleet.http.stream("GET", url, headers=shown) as get:
                 pass  # the stream of events has no end
             head = await asyncio.wait_for(fleet.http.head(url, headers=shown), LIMIT)
+            async with fleet.http.stream("GET", url, headers=shown) as again:
+                pass
             if path != "/metrics":  # whose figures change
-                assert (head.status_code, said_of(head)) == (get.status_code, said_of(get)), name
+                due = [(found.status_code, said_of(found)) for found in (get, again)]  # a device may have gone silent
+                assert (head.status_code, said_of(head)) in due, name
             assert head.content == b""
             answered[head.status_code] += 1
             assert (await fleet.http.get("/v1/health")).status_code == 200  # on the same connection
