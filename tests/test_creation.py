@@ -14,9 +14,10 @@ from typing import Any
 import databases
 import pytest
 from coordination import LARGE, LIMIT, Fleet, manifest, play, refused, settings, whole
+from sqlalchemy import insert
 
-from coord_server.store import Store, database, open_store
-from coord_server.store.blobs import FolderBlobs
+from coord_server.store import Store, database, open_store, tables
+from coord_server.store.blobs import BUNDLES, FolderBlobs
 from coord_server.store.metadata import Metadata
 from edge_client.bundle import digest
 from edge_client.errors import StorageFullError
@@ -228,6 +229,25 @@ def test_what_a_thread_writes_to_a_federation_that_was_just_deleted_goes_with_th
     store.sweep()
     assert (stored(tmp_path / "data"), store.blobs.notes()) == (set(), [])
     store.close()
+
+
+@pytest.mark.usefixtures("each_database")
+@pytest.mark.parametrize("shelf", [f"bundles/{FIRST}", "fed~1"])
+def test_blobs_stay_whose_row_is_still_being_committed_when_its_connection_is_lost(tmp_path: Path, shelf: str) -> None:
+    one = open_store(tmp_path / "data", databases.url_of(tmp_path))
+    other, names = open_store(tmp_path / "data", databases.url_of(tmp_path)), list[bool]()
+    asked = Thread(target=lambda: names.append(other.metadata.names(shelf)))
+    with one.metadata.database.writing("fed", BUNDLES) as c:  # the server's transaction, whose client is gone
+        c.execute(insert(tables.bundles).values(digest=FIRST, added_at=1.0))
+        row = {"id": "fed", "config": "{}", "bundle": FIRST, "state": "s", "created_at": 1.0, "values_sha256": FIRST}
+        c.execute(insert(tables.federations).values(**row, version=1, first=1))
+        asked.start()
+        asked.join(0.3)
+        assert names == []
+    asked.join()
+    assert names == [True]
+    for store in (one, other):
+        store.close()
 
 
 def test_changes_of_one_bundle_take_turns_also_when_one_has_waited_for_another(tmp_path: Path) -> None:

@@ -130,13 +130,15 @@ class Metadata:
             return []
 
     def names(self, shelf: str) -> bool:
-        """Whether a bundle or a federation has this shelf."""
-        folder, _, digest = shelf.partition("/")
-        if folder == BUNDLES:
-            return self.added_at(digest) is not None
-        id_, first = owner(shelf)
-        f = federations.c
-        return self.database.first(select(f.id).where(f.id == id_, f.first == first)) is not None
+        """Whether a bundle or a federation has this shelf; waits for a commit whose connection broke or client died."""
+        name, _, digest = shelf.partition("/")
+        if name == BUNDLES:
+            query = select(bundles.c.digest).where(bundles.c.digest == digest)
+        else:
+            name, first = owner(shelf)
+            query = select(federations.c.id).where(federations.c.id == name, federations.c.first == first)
+        with self.database.writing(name) as c:
+            return c.execute(query).first() is not None
 
     # --- federations
 
