@@ -271,6 +271,21 @@ def test_a_federation_that_nothing_asks_for_leaves_memory_and_goes_on_to_the_sam
     assert play(tmp_path / "not", script) == held
 
 
+def test_a_federation_whose_round_another_coordinator_closed_leaves_memory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        await fleet.fetch("a", await fleet.due("a"))
+        live = fleet.http._transport.app.state.coordinator.federation("fed")  # type: ignore[attr-defined]
+        live._rounds._stand_at(0, None)  # as after the other's commit
+        monkeypatch.setattr("coord_server.live.method_state.IDLE", 0.0)
+        await live.look(live._commits.version)
+        assert (live._method_state._course, live._downlinks._made) == (None, {})
+
+    play(tmp_path, script)
+
+
 def test_a_device_that_waits_is_woken_when_its_work_is_there(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", start="manual", cohort=1)

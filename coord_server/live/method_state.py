@@ -68,7 +68,7 @@ class MethodState:
 
     def rest(self) -> bool:
         """Drop the state from memory if it has not been used lately; whether that was done."""
-        if self._current is None or time.monotonic() - self._used < IDLE:
+        if self._current is self._course is None or time.monotonic() - self._used < IDLE:
             return False
         self._course = self._current = None
         return True
@@ -83,17 +83,17 @@ class MethodState:
             raise Refusal("bad-config", why) from None
 
     async def _load(self) -> None:
-        config = self._commits.config
-        if self._course is None:
+        config, course = self._commits.config, self._course
+        if course is None:
             model = await asyncio.to_thread(load_model, self._store, config.bundle)
-            self._course = Course(model, config.seed, config.rounds, self._commits.initial_config.cohort)
+            course = self._course = Course(model, config.seed, config.rounds, self._commits.initial_config.cohort)
         round_, data = await asyncio.to_thread(self._stored)
         if round_ != self.closed:
             await self._commits.refresh()
             return
         state = await asyncio.to_thread(aggregation.unpack, self.method.state_type, data)
         if round_ == self.closed:
-            self._current = GlobalState(self._course, round_, state)
+            self._current = GlobalState(course, round_, state)
 
     def _stored(self) -> tuple[int, bytes]:
         round_, content = self._store.metadata.values(self.id)
