@@ -154,7 +154,7 @@ def test_a_certificate_out_of_its_time_points_to_the_clock(said: str, advice: st
 
 @pytest.mark.parametrize("what", ["report", "payload", "part"])
 def test_the_web_page_of_a_network_that_asks_to_log_in_is_waited_out(tmp_path: Path, what: str) -> None:
-    page = httpx.Response(200, html="<html>log in</html>")
+    page = httpx.Response(200, headers={"Content-Type": "Text/HTML"}, text="<html>log in</html>")
     left, seen, time = [page] * 8, list[str](), Time()
     partial = tmp_path / "part"
     partial.write_bytes(PART[:1000])
@@ -183,6 +183,11 @@ def test_a_report_is_not_taken_for_delivered_by_an_answer_with_a_body() -> None:
     answers = [httpx.Response(204), httpx.Response(200, text="welcome")]
     remote(lambda _: answers.pop()).tell("PUT", "/x", Wait(reason="r", poll_after=1.0), "reporting")
     assert not answers
+
+
+def test_an_answer_without_a_body_is_no_web_page_whatever_type_a_proxy_adds_to_it() -> None:
+    answers = [httpx.Response(204, headers={"Content-Type": "text/html"})]
+    remote(lambda _: answers.pop()).tell("PUT", "/x", Wait(reason="r", poll_after=1.0), "reporting")
 
 
 def test_a_redirect_to_what_is_no_address_is_no_answer() -> None:

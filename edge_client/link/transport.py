@@ -172,7 +172,8 @@ def _check(response: httpx.Response) -> None:
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise Transient("its answer is compressed, which was not asked for")
     if 200 <= status < 300:
-        if response.headers.get("Content-Type", "").startswith("text/html"):
+        page = response.headers.get("Content-Type", "").lower().startswith("text/html")
+        if page and status != 204:  # to an answer without a body some proxies add their default type
             raise Transient(f"it answered with a web page; {PORTAL}")
         return
     after, problem = _retry_after(response.headers), refusal(body(response))
