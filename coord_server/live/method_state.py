@@ -68,7 +68,7 @@ class MethodState:
 
     def rest(self) -> bool:
         """Drop the state from memory if it has not been used lately; whether that was done."""
-        if self._current is self._course is None or time.monotonic() - self._used < IDLE:
+        if (self._current is None and self._course is None) or time.monotonic() - self._used < IDLE:
             return False
         self._course = self._current = None
         return True
