@@ -14,7 +14,7 @@ from typing import Any
 import databases
 import pytest
 from coordination import LARGE, LIMIT, Fleet, manifest, play, refused, settings, whole
-from sqlalchemy import insert, inspect
+from sqlalchemy import insert
 
 from coord_server.store import Store, database, open_store, tables
 from coord_server.store.blobs import BUNDLES, FolderBlobs
@@ -218,19 +218,6 @@ def test_the_blobs_of_a_deleted_bundle_that_is_there_again_stay(tmp_path: Path) 
     assert store.metadata.delete_bundle(FIRST) == []  # as an older database has it
     store.sweep()
     assert store.blobs.shelves("bundles") == [FIRST]
-    store.close()
-
-
-@pytest.mark.usefixtures("each_database")
-def test_what_an_older_version_marked_as_deleted_is_forgotten(tmp_path: Path) -> None:
-    """It drops the bundles that are marked when it is started again, also those that were added since."""
-    database_ = databases.url_of(tmp_path)
-    store = open_store(tmp_path / "data", database_)
-    with store.metadata.database.writing("store") as c:
-        c.exec_driver_sql("CREATE TABLE deleted (what VARCHAR(80) PRIMARY KEY, version BIGINT)")
-    store.close()
-    store = open_store(tmp_path / "data", database_)
-    assert not inspect(store.metadata.database.engine).has_table("deleted")
     store.close()
 
 

@@ -181,8 +181,6 @@ def _match(folder: Path, metadata: Metadata) -> None:
         elif stored != marked:
             fault = f"the folder {folder} and the database belong to different coordinators"
             raise StorageDamagedError(f"{fault}; {MEND}")
-        if stored is not None:  # marks of an older version, which, started again, would drop bundles that they name
-            c.exec_driver_sql("DROP TABLE IF EXISTS deleted")
     if new:
         write_whole(folder / MARKER, f"{marked}\n".encode(), elsewhere=ELSEWHERE)
 
