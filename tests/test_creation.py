@@ -20,7 +20,7 @@ from coord_server.store import Store, database, open_store, tables
 from coord_server.store.blobs import BUNDLES, FolderBlobs
 from coord_server.store.metadata import Metadata
 from edge_client.bundle import digest
-from edge_client.errors import StorageFullError
+from edge_client.errors import StorageFullError, StorageUnreachableError
 
 SWEPT = ("fed~", "incoming/")  # where the sweep of the source's own rounds goes on
 NEXT = settings(name="next", bundle=digest(manifest(LARGE).to_bytes()), start_from={"federation": "fed"})
@@ -274,6 +274,22 @@ def test_changes_of_one_bundle_take_turns_also_when_one_has_waited_for_another(t
     assert stores[0].blobs.notes() == []
     for store in stores:
         store.close()
+
+
+def test_a_shelf_that_another_process_keeps_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that stands still keeps no other one from starting, or from answering."""
+    one, other = open_store(tmp_path / "data"), open_store(tmp_path / "data")
+    monkeypatch.setattr("coord_server.store.blobs.PATIENCE", 0.1)
+    with one.changing("fed~1"):
+        said = "changing 'fed~1' for 0 seconds; send this one again soon"
+        with pytest.raises(StorageUnreachableError, match=said), other.changing("fed~1"):
+            raise AssertionError("two processes change one shelf")
+        other.sweep()
+        assert other.blobs.notes() == ["fed~1"]
+    with other.changing("fed~1"):
+        pass
+    one.close()
+    other.close()
 
 
 def test_what_left_its_place_before_a_kill_is_removed_at_the_next_start(

@@ -55,7 +55,7 @@ class Store:
         """While the row of a shelf comes or goes, of one process at a time. Blocks. Raises StateError.
 
         A shelf without a row at the end is dropped, after a kill by the next start. A thread may still write there: so
-        the note of a shelf that went stays until a process has `started`.
+        the note of a shelf that went stays until the next start, which has `started`.
         """
         with self.blobs.noted(shelf) as note:
             try:

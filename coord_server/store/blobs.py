@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ CHUNK = 1 << 20  # bytes read at a time when a blob is streamed
 INCOMING, BUNDLES = "incoming", "bundles"
 DROPPED = ".dropped"  # ends the name of a shelf in INCOMING that waits for its removal
 NOTE = ".note"  # ends the name of a note in INCOMING
+PATIENCE = 30.0  # seconds to wait for a note that another process or thread holds
 
 
 @contextmanager
@@ -238,12 +240,16 @@ class FolderBlobs:
     def noted(self, shelf: str) -> Iterator[Path]:
         """Hold the note of a shelf, the path given, while its row comes or goes. Raises StateError.
 
-        Blocks while another one holds it. The note is on disk before anything else happens, and stays until it is
-        removed.
+        Waits while another one holds it, up to PATIENCE. The note is on disk before anything else happens, and stays
+        until it is removed.
         """
         path = self._root / INCOMING / f"{shelf.replace('/', '+')}{NOTE}"
         with disk(f"{path.parent} cannot be used"):
             file = _held(path)
+        if file is None:
+            raise StorageUnreachableError(
+                f"another request has been changing {shelf!r} for {PATIENCE:.0f} seconds; send this one again soon"
+            )
         try:
             with disk(f"{path.parent} cannot be used"):
                 sync_folder(path.parent)
@@ -257,15 +263,19 @@ class FolderBlobs:
         return sorted(path.name.removesuffix(NOTE).replace("+", "/") for path in found)
 
 
-def _held(path: Path) -> int:
-    """The file at `path`, made if need be, and locked until it is closed. Blocks. Raises OSError."""
+def _held(path: Path) -> int | None:
+    """The file at `path`, made if need be, locked until it is closed; None: another one keeps it. Raises OSError."""
+    end = time.monotonic() + PATIENCE
     while True:
         file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):  # removed by the one that held it
+        with suppress(BlockingIOError, FileNotFoundError):  # another one has it, or had it and removed it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file), path.stat()):
                 return file
         os.close(file)
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.02)
 
 
 def stream(path: Path, start: int, stop: int) -> Iterator[bytes]:
