@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,7 @@ from edge_client.bundle import F32, Init, Tensor, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
-from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Update
+from edge_client.methods.hermes import Hermes, Kept, Received, State, Structure, Total, Update
 from edge_client.methods.shared.shrinking import counts, parameters_with, shrunk, strongest
 from edge_client.methods.shared.units import UNITS, Units, whole
 from edge_client.narrow import narrow
@@ -428,12 +429,28 @@ def test_a_hostile_update_is_refused(arrays: dict[str, Any], why: str) -> None:
 
 def test_an_update_s_influence_is_bounded_by_its_live_change_and_scaled() -> None:
     method, own = Hermes(), units(5)
-    state = State(np.ones(M.d, np.float32))
-    ones = state.parameters[own.places]
+    state = State(np.zeros(M.d, np.float32))  # not what the device was sent, as with state = "client"
+    ones = np.ones(own.places.size, np.float32)
     update = Update(own, ones, 3 * ones)
     assert method.influence(A, state, update).norm == pytest.approx(2 * own.places.size**0.5)
     less = method.limited(A, state, update, 0.5, 0.25)
     assert (set(less.parameters), less.weight, less.units) == ({2.0}, 0.25, own)
+
+
+def test_a_round_s_records_take_little_more_memory_than_their_values() -> None:
+    """The places of a network are int64: those of all devices at once would take twice the records' memory."""
+    m = grouped(mlp(100, 200, 100, 3))
+    method, c, ones = Hermes(state="client"), course(m), np.ones(m.d)
+    alive = [np.arange(300) != removed for removed in range(100)]
+    total = Total(ones, ones, {f"d{i:02}": Units(m, a).packed for i, a in enumerate(alive)})
+    state = method.start(c)
+    tracemalloc.start()
+    try:
+        _, records = method.finish(c, 1, sorted(total.units), state, total)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 2 * sum(r.own.nbytes for r in records.values() if r.own is not None)
 
 
 def test_a_model_without_groups_is_refused_with_a_sentence() -> None:

@@ -204,8 +204,8 @@ class Hermes(Coded):
         parameters = state.parameters.copy()
         parameters[held] = total.sum[held] / total.weight[held]
         if self.state == "client":
-            places = {d: unpacked(course.model.manifest, units).places for d, units in total.units.items()}
-            return state, {d: Structure(units, parameters[places[d]]) for d, units in total.units.items()}
+            m, held_by = course.model.manifest, total.units.items()
+            return state, {d: Structure(units, parameters[unpacked(m, units).places]) for d, units in held_by}
         return State(parameters), {}
 
     def of_device(self, course: Course, state: State, record: Structure | None, everyone: Personal) -> Personal | None:
