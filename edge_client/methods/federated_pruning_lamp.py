@@ -71,7 +71,7 @@ class FederatedPruningLamp(FedMap):
     def current(self, course: Course, round_: int, state: State) -> Chosen:
         """The state at the start of a round: in a new period with another mask."""
         assert isinstance(state, Chosen)
-        if round_ > course.rounds or self.period(course, round_) == self.period(course, state.since):
+        if self.period(course, round_) == self.period(course, state.since):
             return state
         mask = bitset.pack(self.chosen(course, round_, state.theta))
         return replace(state, mask=mask, since=round_, trained=state.final())
