@@ -236,9 +236,9 @@ def test_a_recurrent_layer_reads_the_steps_that_a_mixing_of_steps_left_constant(
     assert (3, 5) in {tuple(t.dims) for t in model.graph.initializer}
 
 
-@pytest.mark.parametrize("narrowest", [True, False])
+@pytest.mark.parametrize("align", ["none", "rule"])
 @pytest.mark.parametrize("op", ["CumSum(u, one)", "AveragePool <kernel_shape = [3, 1], pads = [1, 0, 1, 0]> (u)"])
-def test_an_operator_along_channels_takes_them_in_their_order(op: str, narrowest: bool, tmp_path: Path) -> None:
+def test_an_operator_along_channels_takes_them_in_their_order(op: str, align: Align, tmp_path: Path) -> None:
     """A shuffle of channels is none while their order does not matter, and a sum may hold its channels in another."""
     order = "i = Constant <value_ints = [5, 2, 0, 7, 4, 1, 6, 3]> () "
     end = "f = ReduceMean <keepdims = 0> (c, last) g = Flatten(f) logits = Gemm <transB = 1> (g, o, ob)"
@@ -250,7 +250,7 @@ def test_an_operator_along_channels_takes_them_in_their_order(op: str, narrowest
         last = "last = Constant <value_ints = [1, 3]> () "
     tensors: dict[str, tuple[int, ...]] = {"a": (8, 2, 1, 1), "ab": (8,), "o": (3, 8), "ob": (3,)}
     graph = Graph((2, 4, 4), tensors, f"{order}{last}{body}c = {op} {end}", {"a": (0, 1)}, {"a": "ab"})
-    _, _, error = compact(graph, masked(graph, "act", 1.0, 0), tmp_path, narrowest)
+    _, _, error = compact(graph, masked(graph, "act", 1.0, 0), tmp_path, align)
     assert error <= 1e-5
 
 
