@@ -17,7 +17,7 @@ from coordination import LARGE, LIMIT, Fleet, manifest, play, refused, settings,
 from sqlalchemy import insert
 
 from coord_server.store import Store, database, open_store, tables
-from coord_server.store.blobs import BUNDLES, FolderBlobs
+from coord_server.store.blobs import BUNDLES, PATIENCE, FolderBlobs
 from coord_server.store.metadata import Metadata
 from edge_client.bundle import digest
 from edge_client.errors import StorageFullError, StorageUnreachableError
@@ -277,14 +277,16 @@ def test_changes_of_one_bundle_take_turns_also_when_one_has_waited_for_another(t
 
 
 def test_a_shelf_that_another_process_keeps_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator that stands still keeps no other one from starting, or from answering."""
+    """A coordinator that stands still keeps no other one from answering, or from ending while it starts."""
     one, other = open_store(tmp_path / "data"), open_store(tmp_path / "data")
-    monkeypatch.setattr("coord_server.store.blobs.PATIENCE", 0.1)
     with one.changing("fed~1"):
-        said = "changing 'fed~1' for 0 seconds; send this one again soon"
+        begun = time.monotonic()
+        other.sweep()
+        assert time.monotonic() < begun + PATIENCE / 2
+        monkeypatch.setattr("coord_server.store.blobs.PATIENCE", 0.1)
+        said = "another request is changing 'fed'; send this one again soon"
         with pytest.raises(StorageUnreachableError, match=said), other.changing("fed~1"):
             raise AssertionError("two processes change one shelf")
-        other.sweep()
         assert other.blobs.notes() == ["fed~1"]
     with other.changing("fed~1"):
         pass

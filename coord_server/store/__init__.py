@@ -55,9 +55,10 @@ class Store:
         """While the row of a shelf comes or goes, of one process at a time. Blocks. Raises StateError.
 
         A shelf without a row at the end is dropped, after a kill by the next start. A thread may still write there: so
-        the note of a shelf that went stays until the next start, which has `started`.
+        the note of a shelf that went stays until the next start, which has `started`. It does not wait for another
+        process, which drops the shelf itself.
         """
-        with self.blobs.noted(shelf) as note:
+        with self.blobs.noted(shelf, wait=not started) as note:
             try:
                 yield
             finally:

@@ -237,18 +237,19 @@ class FolderBlobs:
     # --- notes
 
     @contextmanager
-    def noted(self, shelf: str) -> Iterator[Path]:
+    def noted(self, shelf: str, wait: bool = True) -> Iterator[Path]:
         """Hold the note of a shelf, the path given, while its row comes or goes. Raises StateError.
 
-        Waits while another one holds it, up to PATIENCE. The note is on disk before anything else happens, and stays
+        It can `wait` for another holder, up to PATIENCE. The note is on disk before anything else happens, and stays
         until it is removed.
         """
         path = self._root / INCOMING / f"{shelf.replace('/', '+')}{NOTE}"
         with disk(f"{path.parent} cannot be used"):
-            file = _held(path)
+            file = _held(path, PATIENCE if wait else 0.0)
         if file is None:
             raise StorageUnreachableError(
-                f"another request has been changing {shelf!r} for {PATIENCE:.0f} seconds; send this one again soon"
+                f"another request is changing {shelf.partition('~')[0]!r}; send this one again soon, "
+                "or end a coordinator that stands still"
             )
         try:
             with disk(f"{path.parent} cannot be used"):
@@ -263,9 +264,9 @@ class FolderBlobs:
         return sorted(path.name.removesuffix(NOTE).replace("+", "/") for path in found)
 
 
-def _held(path: Path) -> int | None:
+def _held(path: Path, patience: float) -> int | None:
     """The file at `path`, made if need be, locked until it is closed; None: another one keeps it. Raises OSError."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     while True:
         file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         with suppress(BlockingIOError, FileNotFoundError):  # another one has it, or had it and removed it
