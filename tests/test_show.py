@@ -163,7 +163,10 @@ def test_updates_that_the_guard_limited_are_named() -> None:
         (federation("recruiting", config={"start": "manual"}), "`maskfleet federation start fleet`"),
         (federation("paused"), "`maskfleet federation resume fleet`"),
         (federation("paused", fault="x"), "mend the fault, then `maskfleet federation resume fleet`"),
-        (federation("finished"), "`maskfleet federation export fleet --onnx model.onnx` for the global model"),
+        (
+            federation("finished"),
+            "`maskfleet federation export fleet --onnx model.onnx` for the global model, if the method has one",
+        ),
     ],
 )
 def test_the_next_thing_to_do_is_a_command(found: Federation, said: str) -> None:

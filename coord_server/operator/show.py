@@ -301,7 +301,9 @@ def _next(found: Look) -> str:
     if f.phase == "paused":
         return f"mend the fault, then `{command} resume {f.id}`" if f.fault else f"`{command} resume {f.id}`"
     return (
-        f"`{command} export {f.id} --onnx model.onnx` for the global model" if f.phase in ENDED and found.rounds else ""
+        f"`{command} export {f.id} --onnx model.onnx` for the global model, if the method has one"
+        if f.phase in ENDED and found.rounds
+        else ""
     )
 
 
