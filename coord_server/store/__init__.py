@@ -25,7 +25,7 @@ from uuid import uuid4
 from sqlalchemy import URL
 
 from coord_server.auth import OPERATOR_FILE
-from coord_server.store.blobs import BUNDLES, INCOMING, FolderBlobs, disk
+from coord_server.store.blobs import BUNDLES, INCOMING, FolderBlobs, NoteHeldError, disk
 from coord_server.store.metadata import Metadata
 from edge_client.errors import MaskfleetError, StateError, StorageDamagedError
 from edge_client.files import make_folder, sync_folder, write_whole
@@ -77,6 +77,8 @@ class Store:
             try:
                 with self.changing(shelf, started=True):
                     pass
+            except NoteHeldError:  # whose holder drops what is left
+                continue
             except MaskfleetError as error:
                 log.warning("blobs of %s may be left, the next start tries again: %s", shelf, error)
 

@@ -30,6 +30,10 @@ NOTE = ".note"  # ends the name of a note in INCOMING
 PATIENCE = 30.0  # seconds to wait for a note that another process or thread holds
 
 
+class NoteHeldError(StorageUnreachableError):
+    """Another request, here or at another coordinator, changes this shelf."""
+
+
 @contextmanager
 def disk(what: str) -> Iterator[None]:
     """Turn the operating system's refusal into the StateError of its kind."""
@@ -238,7 +242,7 @@ class FolderBlobs:
 
     @contextmanager
     def noted(self, shelf: str, wait: bool = True) -> Iterator[Path]:
-        """Hold the note of a shelf, the path given, while its row comes or goes. Raises StateError.
+        """Hold the note of a shelf, the path given, while its row comes or goes. Raises NoteHeldError, StateError.
 
         It can `wait` for another holder, up to PATIENCE. The note is on disk before anything else happens, and stays
         until it is removed.
@@ -247,7 +251,7 @@ class FolderBlobs:
         with disk(f"{path.parent} cannot be used"):
             file = _held(path, PATIENCE if wait else 0.0)
         if file is None:
-            raise StorageUnreachableError(
+            raise NoteHeldError(
                 f"another request is changing {shelf.partition('~')[0]!r}; send this one again soon, "
                 "or end a coordinator that stands still"
             )
