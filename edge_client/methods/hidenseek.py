@@ -19,11 +19,10 @@ import numpy as np
 from edge_kernels import counter, synflow
 from pydantic import Field
 
-from edge_client.blocks import weights
 from edge_client.bundle import F32, Model, views
 from edge_client.errors import ConfigError
 from edge_client.methods.shared.network import Network
-from edge_client.methods.shared.signs import Record, SignMasks
+from edge_client.methods.shared.signs import Record, SignMasks, with_signs
 from edge_client.methods.shared.units import UNITS, ByIdentity, Units, chosen
 from edge_client.task import Course
 from edge_client.training.gates import Gate, SignTanh
@@ -88,7 +87,7 @@ class HideNseek(SignMasks):
 def first_latents(course: Course) -> F32:
     """The size of each weight's first latent, and 1 for a parameter that has none, float32[d]."""
     m = course.model.manifest
-    masked, sizes = weights(m, m.layers[:-1]), np.ones(m.d, np.float32)
+    masked, sizes = with_signs(m), np.ones(m.d, np.float32)
     key = counter.key(course.seed, "hidenseek", "first latents")
     masked.scatter(counter.uniform(key, masked.size).astype(np.float32), sizes)
     return sizes

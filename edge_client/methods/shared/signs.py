@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_client.blocks import Blocks, head, rest, weights
-from edge_client.bundle import F32, Bits, Model, Packed
+from edge_client.bundle import F32, Bits, Manifest, Model, Packed
 from edge_client.errors import ConfigError, LostError
 from edge_client.methods import ALL, Influence, Method, Range, Search
 from edge_client.methods.shared import changes
@@ -119,6 +119,11 @@ class Parts:
     local: Blocks
 
 
+def with_signs(manifest: Manifest) -> Blocks:
+    """The weights that have signs: those of all trained layers but the last."""
+    return weights(manifest, manifest.layers[:-1])
+
+
 class SignMasks(Method):
     """Base of methods that learn signs on fixed magnitudes."""
 
@@ -170,7 +175,7 @@ class SignMasks(Method):
     def parts(self, model: Model) -> Parts:
         """The parts by this configuration. Raises ConfigError without a layer before the head."""
         m = model.manifest
-        masked = weights(m, m.layers[:-1])
+        masked = with_signs(m)
         if not masked.blocks:
             raise ConfigError(
                 f"method {self.name!r} masks trained linear, convolution and LSTM layers, not the last one, and bundle "
