@@ -35,6 +35,7 @@ log = logging.getLogger("maskfleet")
 DATABASE, BLOBS, MARKER, LOCK = "coordinator.db", "blobs", "store-id", "lock"
 NEW = "new "  # before the id in the marker of a first start
 FOREIGN = "lost+found"  # the file system's own folder
+LEFT = "blobs of %s may be left, the next start tries again: %s"
 ELSEWHERE, MEND = "name another folder with --data", "mount or restore what is missing"
 
 
@@ -69,7 +70,7 @@ class Store:
                     if here or started:
                         note.unlink()
                 except (MaskfleetError, OSError) as error:
-                    log.warning("blobs of %s may be left, the next start tries again: %s", shelf, error)
+                    log.warning(LEFT, shelf, error)
 
     def sweep(self) -> None:
         """Drop what is left of creations and deletions that were killed. Blocks; a failure is logged."""
@@ -80,7 +81,7 @@ class Store:
             except NoteHeldError:  # whose holder drops what is left
                 continue
             except MaskfleetError as error:
-                log.warning("blobs of %s may be left, the next start tries again: %s", shelf, error)
+                log.warning(LEFT, shelf, error)
 
 
 def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:
