@@ -137,17 +137,23 @@ def test_a_stored_update_that_was_never_sent_is_sent_without_training_again(
     assert list(coordinator.updates) == [1]
 
 
-def test_a_round_that_went_on_without_the_device_is_dropped_with_what_it_kept(tmp_path: Path) -> None:
-    coordinator, lost = Coordinator("standalone"), [True]
+def refuse_round_2(coordinator: Coordinator, kind: str, detail: str) -> None:
+    """The update of round 2 is refused once; the federation is at round 3 by then."""
+    left = [True]
 
-    def late(request: httpx.Request) -> httpx.Response | None:
-        if request.method == "PUT" and "rounds/2/" in request.url.path and lost:
-            lost.clear()
+    def fault(request: httpx.Request) -> httpx.Response | None:
+        if request.method == "PUT" and "rounds/2/" in request.url.path and left:
+            left.clear()
             coordinator.round = 3
-            return problem(409, "wrong-round", "the federation is at round 3")
+            return problem(409, kind, detail)
         return None
 
-    coordinator.fault = late
+    coordinator.fault = fault
+
+
+def test_a_round_that_went_on_without_the_device_is_dropped_with_what_it_kept(tmp_path: Path) -> None:
+    coordinator = Coordinator("standalone")
+    refuse_round_2(coordinator, "wrong-round", "the federation is at round 3")
     said = list[Event]()
     result = device(tmp_path, coordinator).run(on_event=said.append)
     assert (result.rounds, sorted(coordinator.updates)) == (2, [1, 3])
@@ -156,16 +162,8 @@ def test_a_round_that_went_on_without_the_device_is_dropped_with_what_it_kept(tm
 
 
 def test_a_device_whose_update_another_one_sent_under_its_name_says_what_to_look_for(tmp_path: Path) -> None:
-    coordinator, first = Coordinator(), [True]
-
-    def copied(request: httpx.Request) -> httpx.Response | None:
-        if request.method == "PUT" and "rounds/2/" in request.url.path and first:
-            first.clear()
-            coordinator.round = 3
-            return problem(409, "conflicting-update", "another body came before")
-        return None
-
-    coordinator.fault = copied
+    coordinator = Coordinator()
+    refuse_round_2(coordinator, "conflicting-update", "another body came before")
     said = list[Event]()
     device(tmp_path, coordinator).run(on_event=said.append)
     (dropped,) = (e.text for e in said if e.kind == "dropped")

@@ -193,6 +193,7 @@ def test_a_stream_on_which_nothing_happens_says_so(tmp_path: Path, monkeypatch: 
             async for line in answer.aiter_lines():
                 if line == ": nothing new":
                     return
+        raise AssertionError("the stream ended before it said so")
 
     play(tmp_path, script)
 

@@ -188,6 +188,7 @@ def test_a_report_is_not_taken_for_delivered_by_an_answer_with_a_body() -> None:
 def test_an_answer_without_a_body_is_no_web_page_whatever_type_a_proxy_adds_to_it() -> None:
     answers = [httpx.Response(204, headers={"Content-Type": "text/html"})]
     remote(lambda _: answers.pop()).tell("PUT", "/x", Wait(reason="r", poll_after=1.0), "reporting")
+    assert not answers
 
 
 def test_a_redirect_to_what_is_no_address_is_no_answer() -> None:
