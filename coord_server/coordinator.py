@@ -134,7 +134,7 @@ class Coordinator:
         if config.name in self._federations:
             raise creation.taken(config.name)
         caution = await creation.create(self.store, self.bundles, config, self.find, self._clock)
-        return (await self.find(config.name)).summary().model_copy(update={"caution": caution})
+        return (await (await self.find(config.name)).shown()).model_copy(update={"caution": caution})
 
     async def delete(self, id_: str) -> None:
         """Delete a federation that does not run, and all that belongs to it. Raises Refusal, StateError.
@@ -162,7 +162,7 @@ class Coordinator:
         await found.operate(kind)
         if isinstance(found, UnloadedFederation):
             await self._look()
-        return self.summary(id_)
+        return await self._held(id_).shown()
 
     async def find_any(self, id_: str) -> LiveFederation | UnloadedFederation:
         """The federation of this id, loaded or not, also one that another coordinator has just made.

@@ -82,6 +82,7 @@ def test_a_model_is_asked_for_watched_and_downloaded_by_operator_and_viewer(
 def test_a_model_that_cannot_be_made_says_why_on_the_page(tmp_path: Path) -> None:
     async def script(fleet: Fleet) -> None:
         await log_in(fleet, OPERATOR)
+        assert BUTTON not in (await shown(fleet)).text
         await send(fleet, "exports", kind="onnx")
         assert (
             "round 0 ONNX failed method 'standalone' has no global model: every device trains a model of its own"

@@ -425,3 +425,15 @@ def test_a_model_that_the_server_says_it_knows_is_the_device_s_bit_for_bit(
             assert (model.parameters.tobytes() != everyone.parameters.tobytes()) == (name == "hermes")
     own = {"fedcode", "fedmask", "signed", "perfedavg", "perfedavg-hf", "lattice-pruned"}
     assert (None in known.values()) == (name in own)
+
+
+def test_a_federation_says_why_it_has_no_global_model_as_long_as_it_has_none(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        fed, said = "/v1/federations/fed", "only the last layers are shared, the rest stays on the devices"
+        assert (await fleet.operator("GET", fed)).json()["no_global_model"] == said
+        changed = await fleet.operator("PATCH", fed, json={"rounds": 1})
+        assert changed.json()["no_global_model"] is None
+        changed = await fleet.operator("PATCH", fed, json={"rounds": 3})
+        assert changed.json()["no_global_model"] == said
+
+    with_digits(tmp_path, script, method={"name": "lgfedavg", "num_layers": 1, "global_rounds": 1}, start="manual")

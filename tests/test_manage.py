@@ -152,10 +152,15 @@ def test_a_bundle_s_beginning_that_others_share_deletes_none(
 
 
 def test_the_state_is_written_to_the_file_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(no_global_model=None)
     monkeypatch.setattr(Operator, "state", lambda *_: b"state")
+    monkeypatch.setattr(Operator, "federation", lambda *_: found)
     environment, file = {"MASKFLEET_OPERATOR_TOKEN": OPERATOR}, tmp_path / "state.safetensors"
     done = CliRunner().invoke(cli.app, ["export", "fed", "--output", str(file)], env=environment)
     assert (done.output.replace("\n", ""), file.read_bytes()) == (f"{file}: 5 bytes", b"state")
+    found.no_global_model = "every device trains a model of its own"
+    done = CliRunner().invoke(cli.app, ["export", "fed", "--output", str(file)], env=environment)
+    assert "warning: this is no model that all devices share: every device trains" in done.output
     without = CliRunner().invoke(cli.app, ["export", "fed"], env=environment)
     assert "nothing to write" in str(without.exception)
 

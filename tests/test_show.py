@@ -163,9 +163,10 @@ def test_updates_that_the_guard_limited_are_named() -> None:
         (federation("recruiting", config={"start": "manual"}), "`maskfleet federation start fleet`"),
         (federation("paused"), "`maskfleet federation resume fleet`"),
         (federation("paused", fault="x"), "mend the fault, then `maskfleet federation resume fleet`"),
+        (federation("finished"), "`maskfleet federation export fleet --onnx model.onnx` for the global model"),
         (
-            federation("finished"),
-            "`maskfleet federation export fleet --onnx model.onnx` for the global model, if the method has one",
+            federation("finished", no_global_model="every device trains a model of its own"),
+            "the models are on the devices: every device trains a model of its own",
         ),
     ],
 )

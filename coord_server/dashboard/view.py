@@ -96,7 +96,7 @@ async def federation(live: LiveFederation, histories: Histories, state: str, nam
     Raises Refusal, StateError.
     """
     rounds, listed = await histories.of(live), await live.devices.listed()
-    found, progress = live.summary(), live.progress()
+    found, progress = await live.shown(), live.progress()
     usual = median(r.seconds for r in rounds) if rounds else None
     asked = devices.states(progress, usual) if found.phase in ("running", "paused") else {}
     rows = devices.rows(listed, found.config or live.config, progress, asked)

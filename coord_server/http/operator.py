@@ -97,7 +97,7 @@ async def show_federation(served: Viewed, response: Response, federation: Federa
     The `ETag` stands for the settings, so that a PATCH with it is refused for no progress of the rounds. Hence
     `If-None-Match` is never answered with 304.
     """
-    return _tagged((await served.find_any(federation)).summary(), response)
+    return _tagged(await (await served.find_any(federation)).shown(), response)
 
 
 def _tagged(found: Federation, response: Response) -> Federation:
@@ -128,7 +128,7 @@ async def change_federation(
     live = await served.find(federation)
     tags = blobs.tags("*" if if_match is None else if_match)
     await live.change(change, None if "*" in tags else tags)
-    return _tagged(live.summary(), response)
+    return _tagged(await live.shown(), response)
 
 
 @router.delete(

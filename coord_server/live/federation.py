@@ -352,6 +352,11 @@ class LiveFederation:
         found = summary(self.config, self._commits.state, self.devices.ready_count, self._clock(), fault)
         return found.model_copy(update={"created_at": self.created_at})
 
+    async def shown(self) -> Federation:
+        """The same, with the reason why it has no global model. Takes the bundle into memory once."""
+        why = await self._method_state.no_global_model()
+        return self.summary().model_copy(update={"no_global_model": why})
+
     def progress(self) -> Progress:
         """The round under way, by device."""
         return progress(self._commits.state, self._clock())

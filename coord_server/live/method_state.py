@@ -50,6 +50,7 @@ class MethodState:
         self.root = federation_shelf(commits.id, head.first)
         self._store, self._commits = store, commits
         self._course: Course | None = None
+        self._stays: tuple[int, str | None] | None = None  # with the number of rounds that it was asked for
         self._current: GlobalState | None = None
         self._used = 0.0  # when it was asked for, on the monotonic clock
         self._loading = asyncio.Lock()
@@ -73,6 +74,17 @@ class MethodState:
         self._course = self._current = None
         return True
 
+    async def no_global_model(self) -> str | None:
+        """Why there is no global model; None when there is one, and while the bundle cannot be read."""
+        rounds = self._commits.config.rounds
+        if self._stays is None or self._stays[0] != rounds:
+            with suppress(MaskfleetError):  # whoever needs the bundle shows its fault
+                self._used = time.monotonic()
+                async with self._loading:
+                    course = await self._begun()
+                self._stays = rounds, self.method.stays(replace(course, rounds=rounds))
+        return None if self._stays is None else self._stays[1]
+
     async def check_rounds(self, rounds: int) -> None:
         """Refuse a number of rounds that the method would not start with. Raises Refusal, StateError."""
         course = replace((await self.current()).course, rounds=rounds)
@@ -83,10 +95,7 @@ class MethodState:
             raise Refusal("bad-config", why) from None
 
     async def _load(self) -> None:
-        config, course = self._commits.config, self._course
-        if course is None:
-            model = await asyncio.to_thread(load_model, self._store, config.bundle)
-            course = self._course = Course(model, config.seed, config.rounds, self._commits.initial_config.cohort)
+        course = await self._begun()
         round_, data = await asyncio.to_thread(self._stored)
         if round_ != self.closed:
             await self._commits.refresh()
@@ -94,6 +103,14 @@ class MethodState:
         state = await asyncio.to_thread(aggregation.unpack, self.method.state_type, data)
         if round_ == self.closed:
             self._current = GlobalState(course, round_, state)
+
+    async def _begun(self) -> Course:
+        """The course as it began; the caller holds `_loading`. Raises StateError."""
+        if self._course is None:
+            config = self._commits.config
+            model = await asyncio.to_thread(load_model, self._store, config.bundle)
+            self._course = Course(model, config.seed, config.rounds, self._commits.initial_config.cohort)
+        return self._course
 
     def _stored(self) -> tuple[int, bytes]:
         round_, content = self._store.metadata.values(self.id)

@@ -34,6 +34,10 @@ class UnloadedFederation:
         """The federation as it stood when it was read, as far as it can be read."""
         return self._shown
 
+    async def shown(self) -> Federation:
+        """The same: no method says more."""
+        return self._shown
+
     def refusal(self) -> Refusal:
         """The answer to every request that needs it loaded."""
         return Refusal(

@@ -266,6 +266,9 @@ def export(
             written = operator.state(id_)
             write_whole(output, written, mode=0o666, elsewhere="choose another --output")
             print(f"{output}: {len(written)} bytes")
+            why = operator.federation(id_).no_global_model
+            if why is not None:
+                print(f"warning: this is no model that all devices share: {why}", file=sys.stderr)
         if onnx is not None:
             from coord_server.operator.export import export_onnx  # onnx is needed only here
 

@@ -300,11 +300,11 @@ def _next(found: Look) -> str:
         return f"`{command} start {f.id}`" if c.start == "manual" else ""
     if f.phase == "paused":
         return f"mend the fault, then `{command} resume {f.id}`" if f.fault else f"`{command} resume {f.id}`"
-    return (
-        f"`{command} export {f.id} --onnx model.onnx` for the global model, if the method has one"
-        if f.phase in ENDED and found.rounds
-        else ""
-    )
+    if f.phase not in ENDED or not found.rounds:
+        return ""
+    if f.no_global_model is not None:
+        return f"the models are on the devices: {f.no_global_model}"
+    return f"`{command} export {f.id} --onnx model.onnx` for the global model"
 
 
 def settings_table(found: Federation) -> list[Table]:

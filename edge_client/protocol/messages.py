@@ -170,6 +170,8 @@ class Federation(Message):
     """The cohort it was created with, which methods divide by even after a change; None when not readable."""
     caution: str | None = None
     """In the answer to its creation alone: what its method warns of with this bundle and these settings."""
+    no_global_model: str | None = None
+    """Why there is no model that all devices share; None when there is one, and in lists."""
 
     @property
     def closed(self) -> int:
