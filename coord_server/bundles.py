@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coord_server import warm
 from coord_server.problems import Refusal
-from coord_server.store import Store
+from coord_server.store import Store, in_turn
 from coord_server.store.blobs import bundle_shelf
 from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
 from edge_client.bundle import digest as sha256_of
@@ -68,7 +68,7 @@ class Bundles:
                 f"{self.most}; raise it with `maskfleet serve --max-parameters`",
             )
         digest = sha256_of(manifest)
-        await asyncio.to_thread(self._add, digest, manifest)
+        await in_turn(lambda: self._add(digest, manifest))
         return await asyncio.to_thread(self._receipt, digest, checked=True)
 
     def _add(self, digest: str, manifest: bytes) -> None:
@@ -109,7 +109,7 @@ class Bundles:
             made = await asyncio.to_thread(self.derived, digest, values)
         except BundleError as error:
             raise Refusal("bad-bundle", str(error)) from None
-        await asyncio.to_thread(self._keep, digest, made)
+        await in_turn(lambda: self._keep(digest, made))
         return await self.receipt(made.digest)
 
     def _keep(self, source: str, made: warm.Derived) -> None:
@@ -139,7 +139,7 @@ class Bundles:
 
     async def delete(self, digest: str) -> None:
         """Delete a bundle. Raises Refusal when a federation uses it or there is none, StateError."""
-        used = await asyncio.to_thread(self._delete, digest)
+        used = await in_turn(lambda: self._delete(digest))
         if used is None:
             raise Refusal(
                 "not-found", f"there is no bundle {digest}; `maskfleet bundle list` or GET /v1/bundles has them"

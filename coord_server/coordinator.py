@@ -19,7 +19,7 @@ from coord_server.live.federation import LiveFederation
 from coord_server.live.unloaded import UnloadedFederation
 from coord_server.problems import Refusal
 from coord_server.roles import Roles
-from coord_server.store import Store
+from coord_server.store import Store, in_turn
 from coord_server.store.blobs import federation_shelf
 from edge_client.errors import MaskfleetError, StateError
 from edge_client.protocol.messages import Enrol, Enrolled, Federation, FederationConfig
@@ -47,7 +47,7 @@ class Coordinator:
         self.roles = Roles(store.metadata, operator, clock)
         self._clock = clock
         self._federations: dict[str, LiveFederation | UnloadedFederation] = {}
-        self._looking, self._deleting = asyncio.Lock(), asyncio.Lock()
+        self._looking = asyncio.Lock()
         self._sweeping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -144,14 +144,13 @@ class Coordinator:
         """
         found = await self.find_any(id_)
         shelf = federation_shelf(id_, found.first)
-        async with self._deleting:  # one at a time: each waits in a thread for the note, and needs more of them after
-            changing = ExitStack()
-            await asyncio.to_thread(changing.enter_context, self.store.changing(shelf))
-            try:
-                await found.delete()
-                await self._look()  # which leaves alone what another coordinator has just made of that name
-            finally:
-                await asyncio.to_thread(changing.close)
+        changing = ExitStack()
+        await in_turn(lambda: changing.enter_context(self.store.changing(shelf)))
+        try:
+            await found.delete()
+            await self._look()  # which leaves alone what another coordinator has just made of that name
+        finally:
+            await asyncio.to_thread(changing.close)
 
     async def operate(self, id_: str, kind: type[events.Event]) -> Federation:
         """Start, pause, resume or stop a federation; one that could not be loaded can be stopped.

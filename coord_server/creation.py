@@ -13,12 +13,12 @@ from coord_server import aggregation, engine
 from coord_server.bundles import Bundles, load_model, read_manifest
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
-from coord_server.store import Store
+from coord_server.store import Store, in_turn
 from coord_server.store.blobs import BUNDLES, INCOMING, bundle_shelf, federation_shelf
 from coord_server.store.values import put
 from coord_server.warm import Derived
 from edge_client.backends import check_parts, installed
-from edge_client.errors import BundleError, ConfigError
+from edge_client.errors import BundleError, ConfigError, StorageDamagedError
 from edge_client.methods import Method, make_method
 from edge_client.protocol.messages import FederationConfig
 from edge_client.task import Course
@@ -54,10 +54,20 @@ async def create(
             f"bundle {receipt.name!r} lacks parts {receipt.missing}; PUT them under "
             f"/v1/bundles/{config.bundle}/parts/ first",
         )
-    derived = None
-    if config.start_from is not None:
-        derived = await _warm(bundles, config.bundle, await find(config.start_from.federation))
-    return await asyncio.to_thread(_add, store, bundles, config, derived, clock)
+    source, derived = config.bundle, None
+    try:
+        if config.start_from is not None:
+            derived = await _warm(bundles, source, await find(config.start_from.federation))
+        method, start, caution = await asyncio.to_thread(_begin, store, config, derived)
+        config, text = _written(config, method, source if derived is None else derived.digest)
+        await in_turn(lambda: _add(store, bundles, config, text, start, clock(), source, derived))
+    except StorageDamagedError:
+        if await asyncio.to_thread(store.metadata.added_at, source) is None:
+            raise _gone(source) from None
+        raise
+    if caution is not None:
+        log.warning("%s: %s", config.name, caution)
+    return caution
 
 
 async def _warm(bundles: Bundles, bundle: str, source: LiveFederation) -> Derived:
@@ -69,43 +79,48 @@ async def _warm(bundles: Bundles, bundle: str, source: LiveFederation) -> Derive
         raise Refusal("bad-config", f"start_from federation {source.id!r}: {error}") from None
 
 
-def _add(
-    store: Store, bundles: Bundles, config: FederationConfig, derived: Derived | None, clock: Callable[[], float]
-) -> str | None:
-    """Check a new federation and store it. Blocks. Returns the method's caution. Raises Refusal, StateError.
+def _written(config: FederationConfig, method: Method, bundle: str) -> tuple[FederationConfig, str]:
+    """The settings as they are stored, with the bundle that it begins from, and as JSON. Raises Refusal.
 
-    With `derived` it begins from that bundle, which is made from its configured one.
+    Every setting is written down, so that a device of another version does not fill in its own defaults.
     """
-    method, start, caution = _begin(store, config, derived)
-    source = config.bundle
     try:
-        # Every setting is written down, so that a device of another version does not fill in its own defaults.
         settings = {"name": config.method["name"], **method.model_dump(mode="json")}
-        bundle = source if derived is None else derived.digest
         config = config.model_copy(update={"method": settings, "bundle": bundle})
         text = config.model_dump_json()
     except ValueError:
         raise Refusal("bad-config", "the settings hold text that is not Unicode; leave it out") from None
     if FederationConfig.model_validate_json(text) != config:
         raise Refusal("bad-config", "the settings hold a value that JSON cannot; leave out infinity and NaN")
+    return config, text
+
+
+def _add(
+    store: Store, bundles: Bundles, config: FederationConfig, text: str, start: Any, now: float,
+    source: str, derived: Derived | None,
+) -> None:  # fmt: skip
+    """Store a new federation, whose settings are `text` as JSON and whose method begins with `start`. Blocks.
+
+    Its bundle is stored too if it was `derived` from bundle `source`. Raises Refusal, StateError.
+    """
     first = secrets.randbits(FIRST_BITS)
     shelf = federation_shelf(config.name, first)
     with ExitStack() as changing:
-        changing.enter_context(store.changing(shelf))
         if derived is not None:
-            changing.enter_context(store.changing(bundle_shelf(bundle)))
+            changing.enter_context(store.changing(bundle_shelf(config.bundle)))
             bundles.write(source, derived)
+        changing.enter_context(store.changing(shelf))
         values = put(store.blobs, f"{shelf}/values/0", aggregation.pack(start))
-        found = store.metadata.add_federation(
-            config.name, text, config.bundle, engine.dump(engine.State()), values, clock(), first, derived is not None
-        )
+        state, made = engine.dump(engine.State()), derived is not None
+        found = store.metadata.add_federation(config.name, text, config.bundle, state, values, now, first, made)
         if found == "taken":
             raise taken(config.name)
         if found == "no-bundle":
-            raise Refusal("not-found", f"bundle {source} was deleted meanwhile; POST its manifest again")
-    if caution is not None:
-        log.warning("%s: %s", config.name, caution)
-    return caution
+            raise _gone(source)
+
+
+def _gone(bundle: str) -> Refusal:
+    return Refusal("not-found", f"bundle {bundle} was deleted meanwhile; POST its manifest again")
 
 
 def _begin(store: Store, config: FederationConfig, derived: Derived | None) -> tuple[Method, Any, str | None]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import databases
@@ -17,10 +18,11 @@ import pytest
 from coordination import LARGE, LIMIT, Fleet, manifest, play, refused, settings, whole
 from sqlalchemy import insert
 
-from coord_server.store import Store, database, open_store, tables
+from coord_server import creation
+from coord_server.store import Store, database, in_turn, open_store, tables
 from coord_server.store.blobs import BUNDLES, FolderBlobs
 from coord_server.store.metadata import Metadata
-from edge_client.bundle import digest
+from edge_client.bundle import Model, digest
 from edge_client.errors import StorageFullError, StorageUnreachableError
 
 SWEPT = ("fed~", "incoming/")  # where the sweep of the source's own rounds goes on
@@ -251,27 +253,31 @@ def test_blobs_stay_whose_row_is_still_being_committed_when_its_connection_is_lo
         store.close()
 
 
-def test_changes_of_one_bundle_take_turns_also_when_one_has_waited_for_another(tmp_path: Path) -> None:
+def test_changes_of_one_bundle_take_turns_and_none_waits_in_a_thread(tmp_path: Path) -> None:
+    """More of them than there are threads, and all but one stand in line."""
     stores = [open_store(tmp_path / "data") for _ in range(3)]
-    begun, go_on = [Event(), Event()], Event()
+    here, most = [0], [0]
 
-    def change(store: Store, mine: Event) -> None:
+    def change(store: Store) -> None:
         with store.changing(f"bundles/{FIRST}"):
+            here[0] += 1
+            most[0] = max(most[0], here[0])
+            time.sleep(0.02)
             store.metadata.add_bundle(FIRST, 1.0)
-            mine.set()
-            assert go_on.wait(LIMIT)
+            here[0] -= 1
 
-    threads = [Thread(target=change, args=given) for given in zip(stores, begun, strict=False)]
-    with stores[2].changing(f"bundles/{FIRST}"):
-        stores[2].metadata.add_bundle(FIRST, 1.0)
-        threads[0].start()
-        assert not begun[0].wait(0.3)
-    assert begun[0].wait(LIMIT)
-    threads[1].start()
-    assert not begun[1].wait(0.3)
-    go_on.set()
-    for thread in threads:
-        thread.join()
+    async def script() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        with stores[2].changing(f"bundles/{FIRST}"):
+            stores[2].metadata.add_bundle(FIRST, 1.0)
+            waiting = asyncio.gather(*(in_turn(partial(change, store)) for store in stores[:2] * 3))
+            await asyncio.sleep(0.2)
+            assert most == [0]
+            await asyncio.wait_for(asyncio.to_thread(int), LIMIT)
+        await waiting
+
+    asyncio.run(script())
+    assert most == [1]
     assert stores[0].blobs.notes() == []
     for store in stores:
         store.close()
@@ -282,18 +288,20 @@ def test_a_shelf_that_another_process_keeps_is_asked_for_again(
 ) -> None:
     """A coordinator that stands still keeps no other one from answering, or from ending while it starts."""
     one, other = open_store(tmp_path / "data"), open_store(tmp_path / "data")
+
+    def change() -> None:
+        with other.changing("fed~1"):
+            pass
+
     with one.changing("fed~1"):
-        with monkeypatch.context() as patched:
-            patched.setattr("coord_server.store.blobs.PATIENCE", math.inf)
-            other.sweep()
+        other.sweep()
         assert caplog.messages == []  # the other one drops what is left
-        monkeypatch.setattr("coord_server.store.blobs.PATIENCE", 0.1)
+        monkeypatch.setattr("coord_server.store.PATIENCE", 0.1)
         said = "another request is changing 'fed'; send this one again soon"
-        with pytest.raises(StorageUnreachableError, match=said), other.changing("fed~1"):
-            raise AssertionError("two processes change one shelf")
+        with pytest.raises(StorageUnreachableError, match=said):
+            asyncio.run(in_turn(change))
         assert other.blobs.notes() == ["fed~1"]
-    with other.changing("fed~1"):
-        pass
+    change()
     one.close()
     other.close()
 
@@ -338,3 +346,21 @@ def test_a_deletion_whose_blobs_cannot_be_dropped_is_a_deletion_and_the_next_sta
 
     play(tmp_path, script)
     play(tmp_path, lambda fleet: come_true(lambda: stored(tmp_path) == set()))
+
+
+def test_a_creation_whose_bundle_is_deleted_meanwhile_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = creation.load_model
+
+    async def script(fleet: Fleet) -> None:
+        bundle = await fleet.bundle()
+        http, loop = fleet.operator("DELETE", f"/v1/bundles/{bundle}"), asyncio.get_running_loop()
+
+        def late(store: Store, digest: str) -> Model:
+            asyncio.run_coroutine_threadsafe(http, loop).result(LIMIT)
+            return load(store, digest)
+
+        monkeypatch.setattr(creation, "load_model", late)
+        answer = await fleet.operator("POST", "/v1/federations", json=settings(bundle=bundle))
+        assert refused(answer, "not-found") == f"bundle {bundle} was deleted meanwhile; POST its manifest again"
+
+    play(tmp_path, script)

@@ -12,14 +12,17 @@ DATA/lock               held while a process opens the folder
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
 from sqlalchemy import URL
@@ -31,12 +34,26 @@ from edge_client.errors import MaskfleetError, StateError, StorageDamagedError
 from edge_client.files import make_folder, sync_folder, write_whole
 
 log = logging.getLogger("maskfleet")
+T = TypeVar("T")
 
 DATABASE, BLOBS, MARKER, LOCK = "coordinator.db", "blobs", "store-id", "lock"
 NEW = "new "  # before the id in the marker of a first start
 FOREIGN = "lost+found"  # the file system's own folder
 LEFT = "blobs of %s may be left, the next start tries again: %s"
+PATIENCE, AGAIN = 30.0, 0.05  # seconds to wait for a note that another request holds; between two looks
 ELSEWHERE, MEND = "name another folder with --data", "mount or restore what is missing"
+
+
+async def in_turn(change: Callable[[], T]) -> T:
+    """`change` in a thread, once nobody else changes its shelf: waiting takes no thread. Raises StateError."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return await asyncio.to_thread(change)
+        except NoteHeldError:
+            if time.monotonic() > end:
+                raise
+        await asyncio.sleep(AGAIN)
 
 
 @dataclass(frozen=True)
@@ -53,13 +70,12 @@ class Store:
 
     @contextmanager
     def changing(self, shelf: str, started: bool = False) -> Iterator[None]:
-        """While the row of a shelf comes or goes, of one process at a time. Blocks. Raises StateError.
+        """While the row of a shelf comes or goes, of one process at a time: `in_turn` waits for the others. Blocks.
 
         A shelf without a row at the end is dropped, after a kill by the next start. A thread may still write there: so
-        the note of a shelf that went stays until the next start, which has `started`. It does not wait for another
-        process, which drops the shelf itself.
+        the note of a shelf that went stays until the next start, which has `started`. Raises NoteHeldError, StateError.
         """
-        with self.blobs.noted(shelf, wait=not started) as note:
+        with self.blobs.noted(shelf) as note:
             try:
                 yield
             finally:

@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +26,6 @@ CHUNK = 1 << 20  # bytes read at a time when a blob is streamed
 INCOMING, BUNDLES = "incoming", "bundles"
 DROPPED = ".dropped"  # ends the name of a shelf in INCOMING that waits for its removal
 NOTE = ".note"  # ends the name of a note in INCOMING
-PATIENCE = 30.0  # seconds to wait for a note that another process or thread holds
 
 
 class NoteHeldError(StorageUnreachableError):
@@ -241,15 +239,14 @@ class FolderBlobs:
     # --- notes
 
     @contextmanager
-    def noted(self, shelf: str, wait: bool = True) -> Iterator[Path]:
+    def noted(self, shelf: str) -> Iterator[Path]:
         """Hold the note of a shelf, the path given, while its row comes or goes. Raises NoteHeldError, StateError.
 
-        It can `wait` for another holder, up to PATIENCE. The note is on disk before anything else happens, and stays
-        until it is removed.
+        The note is on disk before anything else happens, and stays until it is removed.
         """
         path = self._root / INCOMING / f"{shelf.replace('/', '+')}{NOTE}"
         with disk(f"{path.parent} cannot be used"):
-            file = _held(path, PATIENCE if wait else 0.0)
+            file = _held(path)
         if file is None:
             raise NoteHeldError(
                 f"another request is changing {shelf.partition('~')[0]!r}; send this one again soon, "
@@ -268,19 +265,15 @@ class FolderBlobs:
         return sorted(path.name.removesuffix(NOTE).replace("+", "/") for path in found)
 
 
-def _held(path: Path, patience: float) -> int | None:
-    """The file at `path`, made if need be, locked until it is closed; None: another one keeps it. Raises OSError."""
-    end = time.monotonic() + patience
-    while True:
-        file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-        with suppress(BlockingIOError, FileNotFoundError):  # another one has it, or had it and removed it
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), path.stat()):
-                return file
-        os.close(file)
-        if time.monotonic() > end:
-            return None
-        time.sleep(0.02)
+def _held(path: Path) -> int | None:
+    """The file at `path`, made if need be, locked until it is closed; None: another one has it. Raises OSError."""
+    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    with suppress(BlockingIOError, FileNotFoundError):  # another one has it, or had it and removed it
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file), path.stat()):
+            return file
+    os.close(file)
+    return None
 
 
 def stream(path: Path, start: int, stop: int) -> Iterator[bytes]:
