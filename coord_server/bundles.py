@@ -151,7 +151,7 @@ class Bundles:
     def _delete(self, digest: str) -> list[str] | None:
         if self._store.metadata.added_at(digest) is None:  # a shelf that no row ever named is not touched
             return None
-        with self._store.changing(bundle_shelf(digest)):
+        with self._store.changing(bundle_shelf(digest), deletes=True):
             return self._store.metadata.delete_bundle(digest)
 
     def _manifest(self, digest: str) -> Manifest:

@@ -145,7 +145,7 @@ class Coordinator:
         found = await self.find_any(id_)
         shelf = federation_shelf(id_, found.first)
         changing = ExitStack()
-        await in_turn(lambda: changing.enter_context(self.store.changing(shelf)))
+        await in_turn(lambda: changing.enter_context(self.store.changing(shelf, deletes=True)))
         try:
             await found.delete()
             await self._look()  # which leaves alone what another coordinator has just made of that name

@@ -39,10 +39,12 @@ from coordinator_process import coordinator
 from coord_server.http import operator
 from coord_server.live.federation import LiveFederation
 from coord_server.operator.client import Operator
+from coord_server.store import SPARE_BYTES
 from coord_server.store.blobs import FolderBlobs
+from coord_server.store.database import Database
 from coord_server.store.rows import Rows
 from edge_client.bundle import digest
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, StorageFullError
 from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import Change, FederationConfig
 
@@ -571,5 +573,30 @@ def test_a_bundle_is_shown_in_figures_and_a_method_with_its_schema(tmp_path: Pat
         assert fedavg["description"].startswith("Federated averaging")
         assert fedavg["settings"]["properties"].keys() == fedavg["defaults"].keys() >= {"epochs", "lr"}
         refused(await fleet.operator("GET", "/v1/methods/fedmusk"), "not-found")
+
+    play(tmp_path, script)
+
+
+def test_a_deletion_finds_room_on_a_full_disk_and_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare, connected = tmp_path / "spare", Database._connected
+
+    def full(database: Database, *written: str) -> Any:
+        if written and spare.exists():
+            raise StorageFullError("the disk is full")
+        return connected(database, *written)
+
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", start="manual")
+        bundle, end = await fleet.bundle(), time.monotonic() + LIMIT
+        while not spare.exists():
+            assert time.monotonic() < end
+            await asyncio.sleep(0.02)
+        monkeypatch.setattr(Database, "_connected", full)
+        refused(await fleet.operator("POST", "/v1/federations/fed/tokens", json={}), "storage-full")
+        for path in ("/v1/federations/fed", f"/v1/bundles/{bundle}"):
+            assert (await fleet.operator("DELETE", path)).status_code == 204
+            assert spare.stat().st_size == SPARE_BYTES
 
     play(tmp_path, script)

@@ -8,6 +8,7 @@ DATA/store-id           the marker: the id that the database holds too, so that 
                         "new ID" until the database holds it, so that a first start can be killed at any time
 DATA/operator-token     the operator's token, readable by its owner only
 DATA/lock               held while a process opens the folder
+DATA/spare              room that a deletion takes on a full disk: it frees more, and writes first
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -36,7 +37,8 @@ from edge_client.files import make_folder, sync_folder, write_whole
 log = logging.getLogger("maskfleet")
 T = TypeVar("T")
 
-DATABASE, BLOBS, MARKER, LOCK = "coordinator.db", "blobs", "store-id", "lock"
+DATABASE, BLOBS, MARKER, LOCK, SPARE = "coordinator.db", "blobs", "store-id", "lock", "spare"
+SPARE_BYTES = 4 << 20
 NEW = "new "  # before the id in the marker of a first start
 FOREIGN = "lost+found"  # the file system's own folder
 LEFT = "blobs of %s may be left, the next start tries again: %s"
@@ -69,13 +71,15 @@ class Store:
         self.metadata.close()
 
     @contextmanager
-    def changing(self, shelf: str, started: bool = False) -> Iterator[None]:
+    def changing(self, shelf: str, started: bool = False, deletes: bool = False) -> Iterator[None]:
         """While the row of a shelf comes or goes, of one process at a time: `in_turn` waits for the others. Blocks.
+
+        What `deletes` may use the spare room.
 
         A shelf without a row at the end is dropped, after a kill by the next start. A thread may still write there: so
         the note of a shelf that went stays until the next start, which has `started`. Raises NoteHeldError, StateError.
         """
-        with self.blobs.noted(shelf) as note:
+        with self.blobs.noted(shelf) as note, self._spared() if deletes else nullcontext():
             try:
                 yield
             finally:
@@ -88,8 +92,22 @@ class Store:
                 except (MaskfleetError, OSError) as error:
                     log.warning(LEFT, shelf, error)
 
+    @contextmanager
+    def _spared(self) -> Iterator[None]:
+        """With the spare room given back to the disk; taken again at the end, or later if the disk is still full."""
+        (self.folder / SPARE).unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            self._spare()
+
+    def _spare(self) -> None:
+        with suppress(OSError), (self.folder / SPARE).open("xb") as file:
+            file.write(os.urandom(SPARE_BYTES))  # which no file system compresses
+
     def sweep(self) -> None:
         """Drop what is left of creations and deletions that were killed. Blocks; a failure is logged."""
+        self._spare()
         for shelf in self.blobs.notes():
             try:
                 with self.changing(shelf, started=True):
@@ -111,7 +129,7 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     if not folder.is_dir():
         raise StateError(f"{folder} is a file, not a folder; {ELSEWHERE}")
     with disk(f"{folder} cannot be used"):
-        empty = {p.name for p in folder.iterdir()} <= {FOREIGN, OPERATOR_FILE, LOCK}
+        empty = {p.name for p in folder.iterdir()} <= {FOREIGN, OPERATOR_FILE, LOCK, SPARE}
     if empty and not init:
         advice = "if its disk is not mounted, mount it; --init starts anew in it"
         raise StorageDamagedError(f"the folder {folder} is empty; {advice}")
