@@ -140,7 +140,7 @@ class Hermes(Coded):
     def downlink(self, course: Course, round_: int, state: State, record: Structure | None) -> Payload:
         units = _units(course.model, record)
         name = {} if units.alive.all() else {"structure": units.digest}
-        return Payload({"parameters": _due(state, record, units)[units.places]}, name)
+        return Payload({"parameters": _due(state, record, units)}, name)
 
     def stays(self, course: Course) -> str | None:
         return 'every device has averages of its own (state = "client")' if self.state == "client" else None
@@ -171,7 +171,7 @@ class Hermes(Coded):
             units = read_units(a.model.manifest, payload.arrays[UNITS])
             if (units.alive & ~before.alive).any():
                 raise PayloadError("array 'units' has units that the device had pruned; they do not come back")
-        own, fixed = _due(state, record, before)[units.places], frozen(a.model.manifest)[units.places]
+        own, fixed = _due(state, record, before, units), frozen(a.model.manifest)[units.places]
         return Update(units, own, self.uplink.read(a, "parameters", payload, own, fixed, UNITS))
 
     def influence(self, a: Assignment, state: State, update: Update) -> Influence:
@@ -213,7 +213,7 @@ class Hermes(Coded):
         if record is None or course.model.manifest.buffers:
             return None
         units = _units(course.model, record)
-        return units.applied(_due(state, record, units), course.model.buffers)
+        return units.placed(_due(state, record, units), course.model.buffers, course.model.buffers)
 
     # --- client half
 
@@ -280,10 +280,8 @@ def _units(model: Model, record: Structure | None) -> Units:
     return whole(model.manifest) if record is None else unpacked(model.manifest, record.units)
 
 
-def _due(state: State, record: Structure | None, units: Units) -> F32:
-    """The parameters of which a device with this record receives those of its `units`, float32[d]."""
+def _due(state: State, record: Structure | None, before: Units, units: Units | None = None) -> F32:
+    """What a device with this record, whose units were `before`, receives of `units`; None: of all of them."""
     if record is None or record.own is None:
-        return state.parameters
-    parameters = np.zeros_like(state.parameters)
-    parameters[units.places] = record.own
-    return parameters
+        return state.parameters[(units or before).places]
+    return record.own if units is None else record.own[np.searchsorted(before.places, units.places)]
