@@ -92,7 +92,7 @@ def test_bad_updates_are_refused_with_a_reason_and_the_round_goes_on(tmp_path: P
             ("bad-payload", "score_after", fleet.upload("a", 1, lease, update(np.ones(D), score_after=1.25))),
             ("bad-digest", "damaged", fleet.upload("a", 1, lease, bytes(flipped), sound)),
             ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "md5=:AAAA:"})),
-            ("bad-digest", "there is no Content-Digest; send", fleet.http.put(path, headers=leased, content=good)),
+            ("bad-message", "content-digest", fleet.http.put(path, headers=leased, content=good)),
             ("bad-digest", "RFC 9530", fleet.upload("a", 1, lease, good, {"Content-Digest": "sha-256=:AAAA:"})),
             ("too-large", "at most", fleet.upload("a", 1, lease, huge)),
             ("too-large", "Content-Length", fleet.upload("a", 1, lease, chunks(good), too_long)),

@@ -118,16 +118,16 @@ async def _within(seconds: float, receive: Receive) -> Message:
         return await receive()
 
 
-def sha256_of_header(value: str | None) -> str:
+def sha256_of_header(value: str) -> str:
     """The hex SHA-256 in a `Content-Digest` header (RFC 9530). Raises Refusal."""
-    found = _DIGEST.search(value or "")
+    found = _DIGEST.search(value)
     try:
         raw = b64decode(found.group(1), validate=True) if found else b""
     except (binascii.Error, ValueError):
         raw = b""
     if len(raw) != 32:
-        what = "there is no Content-Digest" if value is None else f"Content-Digest is {value[:80]!r}"
-        raise Refusal("bad-digest", f"{what}; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)")
+        said = f"Content-Digest is {value[:80]!r}"
+        raise Refusal("bad-digest", f"{said}; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)")
     return raw.hex()
 
 

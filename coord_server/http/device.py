@@ -155,9 +155,7 @@ async def upload_update(
     round_: RoundNumber,
     device: DeviceName,
     maskfleet_lease: Lease,
-    content_digest: Annotated[
-        str | None, Header(description="Always due, as `bad-digest` says: `sha-256=:BASE64:` of the body (RFC 9530).")
-    ] = None,
+    content_digest: Annotated[str, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")],
     maskfleet_cost: Annotated[
         str | None,
         Header(description="`seconds,joules,megabytes,celsius`, then `,battery` if it has one; empty: unknown."),
