@@ -61,7 +61,7 @@ PROBLEMS: dict[str, Kind] = {
     "too-large": Kind(413, "an update of this method has at most 51174 bytes, Content-Length says 1506424"),
     "compressed": Kind(415, "Content-Encoding is 'gzip'; send the body as it is, without that header"),
     "bad-range": Kind(416, "bytes=9000- of 1874 bytes is empty; ask for a range inside the content"),
-    "bad-digest": Kind(422, "Content-Digest is 'md5=:AAAA:'; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)"),
+    "bad-digest": Kind(422, "Content-Digest is 'md5=:AA:'; send sha-256=:BASE64:, the SHA-256 of the body (RFC 9530)"),
     "bad-bundle": Kind(422, "part 'train.onnx' has another SHA-256 than the manifest; send the file it was made with"),
     "export-failed": Kind(409, "the pte artifact's outputs differ from the model's by 0.01; keep the ONNX model"),
     "bad-config": Kind(422, "there is no method 'fedmusk'; choose one of ['coupled', 'fedavg', 'fedmask']"),
