@@ -52,10 +52,10 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     losses = [split_metrics(decode(coordinator.updates[r]))[1].loss for r in (1, 2, 3)]
     assert all(0 < loss == float(f"{loss:.4g}") for loss in losses)
     assert not list(tmp_path.glob("pending-*"))
-    # A second run of the same command asks the coordinator nothing.
+    # A second run of the same command asks once whether there is more to do.
     before = len(coordinator.requests)
     assert device(tmp_path, coordinator).run().ended == "finished"
-    assert len(coordinator.requests) == before
+    assert len(coordinator.requests) == before + 1
 
 
 def test_an_update_that_is_acknowledged_with_another_digest_stays_pending(
@@ -275,6 +275,25 @@ def test_a_finished_device_says_when_its_model_is_not_there_any_more(tmp_path: P
     model, end = tmp_path / "personal.onnx", tmp_path / "done.json"
     again = f"{model} is not there; to have it made, remove {end} and join again"
     assert said == [f"the federation was finished before; {again}"]
+
+
+def test_a_finished_device_goes_on_where_its_coordinator_was_restored_from_an_earlier_backup(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    device(tmp_path, coordinator).run(rounds=2)
+    backup = {"round": 3, "state": coordinator.state, "record": coordinator.record, "updates": {**coordinator.updates}}
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    vars(coordinator).update(backup, report=None)
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    assert (coordinator.round, coordinator.report is not None) == (4, True)
+
+
+@pytest.mark.parametrize("answer", [problem(401, "unauthorized", "it was deleted"), problem(503, "too-busy", "later")])
+def test_a_finished_device_needs_no_coordinator(tmp_path: Path, answer: httpx.Response) -> None:
+    coordinator = Coordinator()
+    device(tmp_path, coordinator).run()
+    coordinator.fault, coordinator.requests = lambda _: answer, []
+    assert device(tmp_path, coordinator).run().ended == "finished"
+    assert len(coordinator.requests) == 1
 
 
 def test_a_finished_device_does_not_read_its_data_again(tmp_path: Path) -> None:

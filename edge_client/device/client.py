@@ -178,7 +178,7 @@ class _Run:
         identity = self.journal.identity(client.token, client.device, client.secret)
         self.remote.transport.credential = identity.credential
         report = self.journal.done()
-        if report is not None:
+        if report is not None and not self._goes_on(identity):
             there, end = client.model.is_file(), self.journal.folder / END
             again = f"{client.model} is not there; to have it made, remove {end} and join again"
             where = f"the model is {client.model}" if there else again
@@ -211,6 +211,16 @@ class _Run:
             hold = client.poll
         self.say(Event("done", f"{done} round{'' if done == 1 else 's'} done; run the same command again to go on"))
         return Result(identity.device, done, "paused")
+
+    def _goes_on(self, identity: Identity) -> bool:
+        """Whether the federation that was finished has rounds to run again: its coordinator was restored."""
+        if identity.enrolled is None:
+            return False
+        remote = Remote(self.remote.transport, Retry(self.remote.retry.url, 0.0, self.say))
+        try:
+            return isinstance(Exchange(remote, identity.enrolled, lambda _: None).work(0.0), Train | Wait)
+        except (ServerError, UnreachableError):  # it is over, and its coordinator may be gone
+            return False
 
     def _resume(self, identity: Identity) -> bool:
         """Send the update that an earlier run has stored, if there is one; whether the coordinator took it."""
