@@ -59,7 +59,8 @@ def create_app(
             await coordinator.close()
 
     app = FastAPI(title="maskfleet coordinator", version=version("maskfleet"), description=DESCRIPTION,
-                  lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)  # fmt: skip
+                  lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None,
+                  generate_unique_id_function=lambda route: route.name)  # fmt: skip
     app.state.coordinator, app.state.places, app.state.streams = coordinator, places or Places(), []
     app.state.exports = Exports(coordinator.store)
     problems.install(app)

@@ -320,3 +320,14 @@ def test_answers_without_a_body_name_no_content_type() -> None:
     bodiless = [r for r in routes if isinstance(r, APIRoute) and r.status_code == 204]
     assert len(bodiless) == 7
     assert {route.response_class for route in bodiless} == {Response}  # JSON's class names its type with no body too
+
+
+def test_every_operation_has_a_short_name_of_its_own_for_generated_clients(document: dict[str, Any]) -> None:
+    names = [operation["operationId"] for _, operation in operations(document)]
+    assert len(set(names)) == len(names)
+    assert {"list_federations", "upload_update", "show_metrics"} <= set(names)
+
+
+def test_headers_that_are_due_are_required(document: dict[str, Any]) -> None:
+    sent = document["paths"]["/v1/federations/{federation}/rounds/{round}/updates/{device}"]["put"]["parameters"]
+    assert {p["name"] for p in sent if p["in"] == "header" and p["required"]} == {"maskfleet-lease", "content-digest"}
