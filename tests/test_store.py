@@ -712,13 +712,23 @@ def test_an_emptied_folder_of_blobs_is_detected(tmp_path: Path) -> None:
         open_store(tmp_path / "data")
 
 
+@pytest.mark.parametrize("init", [False, True])
+def test_a_folder_keeps_the_database_that_it_began_with_and_its_refusal_advises_no_init(
+    tmp_path: Path, init: bool
+) -> None:
+    used(tmp_path / "data")
+    with pytest.raises(StorageDamagedError, match="start anew with an empty database and another --data") as refused:
+        open_store(tmp_path / "data", f"sqlite:///{tmp_path / 'elsewhere.db'}", init=init)
+    assert "--init" not in str(refused.value)
+
+
 def test_a_database_elsewhere_whose_folder_is_empty_or_anothers_is_refused(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'elsewhere.db'}"
     open_store(tmp_path / "data", url).close()
     open_store(tmp_path / "data", url).close()
     with pytest.raises(StorageDamagedError, match="lost its blobs"):
         open_store(tmp_path / "new", url)
-    with pytest.raises(StorageDamagedError, match="empty that database"):
+    with pytest.raises(StorageDamagedError, match="an empty database and another --data"):
         open_store(tmp_path / "new", url, init=True)
     open_store(tmp_path / "third").close()
     with pytest.raises(StorageDamagedError, match="different coordinators"):

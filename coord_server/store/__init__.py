@@ -122,7 +122,7 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     """Open the data folder, or create one that does not exist. Raises StateError when it cannot be used.
 
     A folder that is empty or has lost one half is refused: its disk may not be mounted. With `init` it starts anew; the
-    other half is renamed, never deleted.
+    other half is renamed, never deleted; not with `database`, which may be anybody's.
     """
     if not folder.exists():
         _create(folder)
@@ -136,10 +136,10 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     try:
         return _open(folder, database)
     except StorageDamagedError as error:
+        if database is not None:
+            raise StorageDamagedError(f"{error}, or start anew with an empty database and another --data") from None
         if not init:
             raise StorageDamagedError(f"{error}, or start anew with --init, which deletes nothing") from None
-        if database is not None:
-            raise StorageDamagedError(f"{error}; for --init, empty that database or name another one") from None
     _set_aside(folder)
     return _open(folder, None)
 
