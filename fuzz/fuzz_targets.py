@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from edge_kernels import codecs, counter, coupling, lattice
-from edge_kernels.codecs import CodecError, counts, fuse, png, values
+from edge_kernels.codecs import CodecError, counts, fuse, klms, png, values
 from numpy.typing import NDArray
 
 from edge_client.errors import PayloadError
@@ -65,6 +65,10 @@ def codec_targets(large: bool = False) -> list[Target]:
         out.append(Target(f"counts d={d}", decode, counts.encode(now, top, prediction), now.nbytes))
         plain = partial(counts.decode, d=d, top=top)
         out.append(Target(f"counts d={d} plain", plain, counts.encode(now, top), now.nbytes))
+    for d in (LARGE,) if large else (90, 300):
+        prior = counter.uniform(counter.key("fuzz prior", d), d)
+        payload = klms.encode(np.clip(prior + 0.1, 0, 1), prior, 1, 2)
+        out.append(Target(f"klms d={d}", partial(klms.decode, prior=prior, stream=1), payload, 6 * d))
     for d in (LARGE,) if large else (77, 1300):
         for name in (*values.VALUES, *PARAMETERS):
             payload = values.encode(name, counter.uniform(4, d) - 0.5, 3)

@@ -255,6 +255,17 @@ def bloom(data: bytes, d: int) -> list[int]:
     return [position for position in range(d) if cells and held(position)]
 
 
+def klms(data: bytes, prior: Sequence[float], stream: int) -> list[bool]:
+    d, blocks = len(prior), len(data)
+    mask = [False] * d
+    for i, position in enumerate(sorted(range(d), key=lambda i: number(stream, i))):
+        place, block = divmod(i, blocks)
+        at = 256 * place + data[block]
+        uniform = number(stream, d + at // 4) >> 16 * (at % 4) & 0xFFFF
+        mask[position] = uniform < min(max(int(prior[position] * 65536 + 0.5), 1), 65535)
+    return mask
+
+
 def floats(data: bytes, at: int, count: int) -> tuple[list[float], int]:
     return list(struct.unpack_from(f"<{count}f", data, at)), at + 4 * count
 

@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fedmap-dr-c1": {"name": "fedmap", "every": 2, "dr": {**DR, "later": "fedavg"}},
     "fedmap-dr-c2-c3": {"name": "fedmap", "every": 1, "weights": "samples", "dr": {**DR, "later_alpha": 1.75}},
     "fedmap-dr-eden": {"name": "fedmap", "every": 1, "up": "eden:1", "dr": DR},
+    "fedpm-klms": {"name": "fedpm", "codec": "klms", "head": "mask"},
     "fedpm-counts": {"name": "fedpm", "down": "counts", "head": "mask"},
     "fedmask-client": {"name": "fedmask", "keep": 0.5, "state": "client"},
     "hermes-client": {"name": "hermes", "state": "client", "threshold": 0.0},

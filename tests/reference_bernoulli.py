@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import codec_readers
 import numpy as np
 from edge_kernels import bits, counter
 from numpy_mlp import secret
@@ -145,6 +146,9 @@ class Bernoulli:
 
     def check_mask(self, mask: Bits, theta_k: F64, round_: int, device: str) -> None:
         """The mask is that of the device's draw."""
+        if self.s.get("codec") == "klms":
+            self.check_sample(mask, theta_k, round_, device)
+            return
         secretly = self.name == "fedpm" or self.s.get("sampling") == "independent"
         key = (secret(device), "uploaded mask", round_) if secretly else None
         u = self.draws(*key) if key else self.uniforms(round_, device)
@@ -162,6 +166,27 @@ class Bernoulli:
         divergence = theta_k * np.log(theta_k / theta) + (1 - theta_k) * np.log((1 - theta_k) / (1 - theta))
         least, most = divergence[sent].min(initial=np.inf), divergence[flips & ~sent & ~unsure].max(initial=0)
         assert least > most * 0.99 - 1e-5
+
+    def check_sample(self, mask: Bits, theta_k: F64, round_: int, device: str) -> None:
+        """The mask is what the bytes say, and each byte names the candidate that the device's draw falls on."""
+        data = self.fleet.local[device].update.arrays["mask.klms"]
+        prior, d, blocks = self.theta().astype(np.float32).astype(float), len(mask), len(data)
+        stream = counter.key(self.seed, "candidates", round_, device)
+        assert mask.tolist() == codec_readers.klms(data.tobytes(), prior.tolist(), stream)
+        p, q = (np.clip(x, 2.0**-16, 1 - 2.0**-16) for x in (np.floor(prior * 65536 + 0.5) / 65536, theta_k))
+        one, zero = np.log2(q / p), np.log2((1 - q) / (1 - p))
+        assert abs(blocks - np.clip((q * one + (1 - q) * zero).sum() / 4 + 0.5, 1, -(-d // 8))) <= 0.6
+        numbers = counter.uint64(stream, d + -(-d // blocks) * 64)
+        uniforms = (numbers[d:, None] >> np.array([0, 16, 32, 48], np.uint64) & np.uint64(0xFFFF)).reshape(-1, 256)
+        order = np.argsort(numbers[:d])
+        own = counter.uniform(counter.key(secret(device), "uploaded mask", round_), blocks)
+        for block, chosen in enumerate(data.tolist()):
+            at = order[block::blocks]
+            ones = uniforms[: len(at)] < p[at, None] * 65536
+            logs = np.where(ones, one[at, None], zero[at, None]).sum(axis=0)
+            ends = np.cumsum(np.exp2(logs - logs.max()))
+            ends = np.append(0, ends / ends[-1])
+            assert ends[chosen] - 0.02 <= own[block] <= ends[chosen + 1] + 0.02
 
     # --- the server
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from edge_kernels import bits as bitset
 from edge_kernels import codecs, counter, coupling
-from edge_kernels.codecs import CodecError, counts, fuse, png
+from edge_kernels.codecs import CodecError, counts, fuse, klms, png
 from edge_kernels.codecs.describe import Description, describe, names
 from edge_kernels.coupling import Cohort
 from hypothesis import given, settings
@@ -169,12 +169,20 @@ def test_the_false_positives_of_a_bloom_filter_follow_from_its_filled_cells() ->
     assert said["expected_false_positives"] == pytest.approx(0.1 * np.count_nonzero(~mask), rel=0.1)
 
 
+def test_a_mask_by_klms_has_a_byte_for_each_block() -> None:
+    data, d = SAMPLES["klms"]
+    assert describe("klms", data, d) == describe("klms", data) == {"blocks": len(data)}
+    with pytest.raises(CodecError, match="is d = 100 right"):
+        describe("klms", data, 100)
+
+
 def samples() -> dict[str, tuple[bytes, int]]:
     """A payload of every codec and its d."""
     mask = flips(D, 0.05)
     _, own, _, net = coupled(D, 3, 0.1)
     found = {name: (codecs.encode(name, mask, D), D) for name in codecs.names()}
     found |= {"counts": (counts.encode(mask.astype(np.uint8), 3), D), "coupled": (own, D), "coupled-net": (net, D)}
+    found["klms"] = klms.encode(np.where(mask, 0.9, 0.5), np.full(D, 0.5), 1, 2), D
     found["planes"] = bitset.pack_planes(mask.astype(np.uint32) * 3, 2).tobytes(), D
     return found
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from edge_kernels import codecs, counter
-from edge_kernels.codecs import CodecError, counts, fuse, png
+from edge_kernels.codecs import CodecError, counts, fuse, klms, png
 from edge_kernels.codecs.streams import varint
 
 D = 1_000_000
@@ -80,6 +80,12 @@ def test_lists_of_ones_allocate_at_most_four_times_the_mask(fill: bytes) -> None
     for k in (0, 5, 32):
         head = bytes([16]) + varint(D // 2) + bytes([k]) + varint((1 << 16) + (D >> k % 32))
         assert peak(lambda: codecs.decode("rice", head + fill * (D // 4), D)) <= 4 * D  # noqa: B023
+
+
+@pytest.mark.parametrize("blocks", [0, 1, D // 4096, D // 4096 + 1, D // 8, D // 8 + 1, 30 * D])
+def test_a_mask_by_klms_takes_at_most_its_share_however_many_blocks_it_claims(blocks: int) -> None:
+    prior, data = np.full(D, 0.5, np.float32), b"\xff" * blocks
+    assert peak(lambda: klms.decode(data, prior, 1)) <= 25 * D + (2 << 20)
 
 
 def test_counts_take_at_most_four_times_their_memory_and_that_of_a_segment() -> None:

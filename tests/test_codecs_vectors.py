@@ -12,7 +12,7 @@ import lattice_reader
 import numpy as np
 import pytest
 from edge_kernels import codecs, counter, coupling, lattice
-from edge_kernels.codecs import CodecError, counts, fuse, png, values
+from edge_kernels.codecs import CodecError, counts, fuse, klms, png, values
 
 FOLDER = Path(__file__).parent / "vectors"
 
@@ -55,6 +55,15 @@ def test_counts_have_the_committed_bytes_both_ways() -> None:
         prediction = None if case["prediction"] is None else np.array(case["prediction"], dtype)
         assert counts.encode(np.array(case["values"], dtype), case["top"], prediction).hex() == case["hex"]
         assert counts.decode(bytes.fromhex(case["hex"]), case["d"], case["top"], prediction).tolist() == case["values"]
+
+
+def test_masks_by_klms_are_the_committed_ones() -> None:
+    for case in cases("klms"):
+        data, stream = bytes.fromhex(case["hex"]), int(case["stream"])
+        prior = np.frombuffer(bytes.fromhex(case["prior_float32_hex"]), "<f4")
+        mask = klms.decode(data, prior, stream)
+        assert np.flatnonzero(mask).tolist() == case["positions"]
+        assert codec_readers.klms(data, prior.tolist(), stream) == mask.tolist()
 
 
 def coupled_cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:

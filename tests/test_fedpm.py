@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,8 +79,41 @@ def test_a_mask_travels_by_the_codec_that_the_settings_name(codec: str) -> None:
     assert (fleet.masks["a"] == own_mask(fleet, "a")).all()
 
 
+@pytest.mark.parametrize("down", ["float32", "counts"])
+def test_by_klms_the_server_has_the_very_mask_that_the_device_drew_at_a_tenth_of_the_bits(down: Any) -> None:
+    big = mlp(300, 100, 3)
+    fleet = MaskFleet(FedPM(codec="klms", down=down, theta0=0.9), big)
+    for _ in range(3):
+        fleet.play(*DEVICES)
+    for d in DEVICES:
+        mask = own_mask(fleet, d)
+        assert (fleet.masks[d] == mask).all()
+        (name, sent), *others = fleet.local[d].update.arrays.items()
+        assert (name, others) == ("mask.klms", [])
+        assert sent.nbytes < len(codecs.encode("entropy", mask, mask.size)) / 10
+
+
+def test_by_klms_a_device_chooses_with_its_own_secret_among_candidates_of_its_own() -> None:
+    down = Payload({"theta": np.full(MASKED, 0.7, np.float32), "head": np.zeros(39, np.float32)})
+    method = FedPM(codec="klms")
+    sent = {}
+    for device, round_, own in (("a", 2, 1), ("a", 2, 2), ("b", 2, 1), ("a", 3, 1)):
+        local = local_round(method, replace(steady_task(steady(), device, round_), secret=own), None, down)
+        assert local.trained.mask is not None
+        sent[device, round_, own] = local.trained.mask.tobytes()
+    assert len(set(sent.values())) == 4
+
+
+def test_an_update_of_more_blocks_than_its_parameters_have_is_refused() -> None:
+    method, state = FedPM(codec="klms"), FedPM().start(course(M))
+    assert method.update_limit(course(M)) > MASKED / 8
+    for size in (0, MASKED // 8 + 1):
+        with pytest.raises(PayloadError, match=f"{size} bytes are not a byte for each of 1 to {MASKED // 8} blocks"):
+            method.read_update(assignment(M, round_=2), state, None, Payload({"mask.klms": np.zeros(size, np.uint8)}))
+
+
 def test_a_codec_that_does_not_exist_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"codec = 'zip'.*choose one of bits, rice, entropy, auto, fuse8"):
+    with pytest.raises(ConfigError, match=r"codec = 'zip'.*choose one of bits, rice, entropy, auto, fuse8.*, or klms"):
         make_method({"name": "fedpm", "codec": "zip"})
 
 

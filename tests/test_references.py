@@ -192,7 +192,7 @@ def masking(rng: np.random.Generator, name: str) -> dict[str, Any]:
         s |= {"spread": one(0.0, 1.0), "prior": one(1.0, 2.5), "posterior": one("mean", "mode")}
         s |= {"reset_every": one(3, 1)}
     if name == "fedpm":
-        s["down"] = one("float32", "counts")
+        s |= {"down": one("float32", "counts"), "codec": one("entropy", "klms")}
     if name == "deltamask":
         s |= {"sampling": one("device", "independent", "common", "stratified"), "codec": "entropy"}
         s |= {"kappa": one(0.8, 1.0, 0.3), "kappa_end": one(None, 1.0, 0.4)}

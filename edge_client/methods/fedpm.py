@@ -8,28 +8,38 @@ constants, biases too (the benchmarks' `mlp-signs`; a seed with `init="sign"` dr
 the gradient of a draw by theta, resets the posterior every round and uses its mode.
 
 - Up: one mask drawn from the device's probabilities with the device's secret randomness, written by `codec`; by default
-  coded at the entropy of its frequency of ones, which the paper describes and its code only estimates. A probed head
-  goes up as float32.
+  coded at the entropy of its frequency of ones, which the paper describes and its code only estimates. With
+  ``codec="klms"`` (Isik et al., AISTATS 2024) it is chosen among masks that the server can draw from theta, and costs
+  about what the device has learned. A probed head goes up as float32.
 - Down: theta as float32 (``down="float32"``; the paper does not count it), or the counts of ones, which determine
   theta, at their plain entropy (``down="counts"``). A probed head goes down with either.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from edge_kernels import codecs, counter
-from edge_kernels.codecs import counts
+from edge_kernels.codecs import CodecError, counts, klms
+from pydantic import AfterValidator
 
 from edge_client.bundle import F32, Bits
-from edge_client.methods import SetCodecName
 from edge_client.methods.shared.bernoulli import MOST_MASKS, BernoulliMasks, Kept, Received, State
 from edge_client.methods.shared.theta import Posterior
 from edge_client.protocol.payload import Payload, allow_only, coded, count, decoding, u8
 from edge_client.task import Assignment, Course, Task
 
 COUNTS = "counts.counts"  # a coded array is named after what it holds and its codec
+KLMS = "klms"
+
+
+def _mask_codec(name: str) -> str:
+    """The name of a set codec, or KLMS. Raises ValueError with the choices."""
+    try:
+        return name if name == KLMS else codecs.codec(name).name
+    except CodecError as error:
+        raise ValueError(f"{error}, or {KLMS}") from None
 
 
 class FedPM(BernoulliMasks):
@@ -37,8 +47,8 @@ class FedPM(BernoulliMasks):
 
     name: ClassVar[str] = "fedpm"
 
-    codec: SetCodecName = "entropy"
-    """The set codec of the mask (docs/codecs.md)."""
+    codec: Annotated[str, AfterValidator(_mask_codec)] = "entropy"
+    """How the mask travels (docs/codecs.md): by a set codec, or "klms", drawn from candidates of the server's theta."""
     down: Literal["float32", "counts"] = "float32"
     """theta travels as float32 or as the counts of ones, which determine it."""
 
@@ -62,11 +72,14 @@ class FedPM(BernoulliMasks):
 
     def mask_limit(self, n: int) -> int:
         """Little more than a bit a parameter by entropy, at most five bytes by another codec."""
-        return n // 7 if self.codec == "entropy" else 5 * n
+        return n // 7 if self.codec in ("entropy", KLMS) else 5 * n
 
     def read_mask(self, a: Assignment, state: State, record: None, payload: Payload) -> Bits:
         with decoding(f"the mask of device {a.device!r} in round {a.round}"):
-            return codecs.decode_mask(self.codec, coded(payload, self.mask), self.exchanged(a.course))
+            data = coded(payload, self.mask)
+            if self.codec == KLMS:
+                return klms.decode(data, self.theta(a.course, state.posterior).astype(np.float32), candidates(a))
+            return codecs.decode_mask(self.codec, data, self.exchanged(a.course))
 
     # --- client half
 
@@ -86,5 +99,14 @@ class FedPM(BernoulliMasks):
     def upload(self, task: Task, received: Received, theta: F32) -> tuple[Bits, Payload]:
         """One mask drawn with the device's secret randomness."""
         key = counter.key(task.secret, "uploaded mask", task.assignment.round)
+        if self.codec == KLMS:
+            prior, stream = received.theta.astype(np.float32), candidates(task.assignment)
+            data = klms.encode(theta, prior, stream, key)
+            return klms.decode(data, prior, stream), Payload({self.mask: u8(data)})
         mask: Bits = counter.uniform(key, theta.size) < theta
         return mask, Payload({self.mask: u8(codecs.encode(self.codec, mask, mask.size))})
+
+
+def candidates(a: Assignment) -> int:
+    """The key of the masks among which a device chooses by `klms`."""
+    return counter.key(a.seed, "candidates", a.round, a.device)

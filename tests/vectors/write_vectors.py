@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from edge_kernels import codecs, counter, coupling, lattice
-from edge_kernels.codecs import counts, fuse, png, values
+from edge_kernels.codecs import counts, fuse, klms, png, values
 from numpy.typing import NDArray
 
 HERE = Path(__file__).parent
@@ -84,6 +84,19 @@ def count_cases() -> list[dict[str, Any]]:
             given = None if prediction is None else prediction.tolist()
             payload = counts.encode(now, top, prediction)
             out.append({"d": d, "top": top, "prediction": given, "values": now.tolist(), "hex": payload.hex()})
+    return out
+
+
+def klms_cases() -> list[dict[str, Any]]:
+    """Masks: the prior as float32 in hex, the stream, the payload and the ones; a full and a short last place."""
+    out = []
+    for d, moved in ((40, 0.3), (300, 0.05), (301, 0.0)):
+        stream = counter.key("vectors", "klms", d)
+        prior = (counter.uint64(counter.key("vectors", "prior"), d) % np.uint64(11)).astype(np.float32) / np.float32(10)
+        payload = klms.encode(np.clip(prior + np.float32(moved), 0, 1), prior, stream, counter.key("vectors", "choice"))
+        ones = np.flatnonzero(klms.decode(payload, prior, stream)).tolist()
+        out.append({"prior_float32_hex": prior.astype("<f4").tobytes().hex(), "stream": str(stream),
+                    "hex": payload.hex(), "positions": ones})  # fmt: skip
     return out
 
 
@@ -241,7 +254,7 @@ def counter_cases() -> list[dict[str, Any]]:
 def main() -> None:
     """Write every file."""
     files = {name: set_cases(name) for name in codecs.names(exact_only=True)}
-    files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(),
+    files |= {"entropy-contexts": context_cases(), "fuse": fuse_cases(), "counts": count_cases(), "klms": klms_cases(),
               "coupling": coupling_cases(), "lattice": lattice_cases(),
               "values": value_cases(), "coarse": coarse_cases(), "bloom": bloom_cases(),
               "counter": counter_cases()}  # fmt: skip

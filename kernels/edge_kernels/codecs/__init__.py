@@ -1,10 +1,11 @@
-"""Codecs: a set of positions out of d, counts or float vectors as bytes, and back, in numpy.
+"""Codecs: a set of positions out of d, counts, float vectors or samples as bytes, and back, in numpy.
 
 Set codecs have names and one interface, here: ``encode(name, positions or mask, d)`` and ``decode(name, data, d)``.
 `contexts` (unsigned integers[d] that both sides know) lower the cost of `entropy` and `auto`; the others ignore them.
 Other packages add set codecs by entry points of the group `maskfleet.codecs.sets`, each naming a `SetCodec`.
-Value codecs have the same form in `values`. `counts` codes whole numbers and is called by its own functions. The bytes
-are specified in docs/codecs.md. Whatever the bytes, a decoder returns or raises `CodecError`, in memory bounded by d.
+Value codecs have the same form in `values`. `counts` and `klms` code other things and are called by their own
+functions. The bytes are specified in docs/codecs.md. Whatever the bytes, a decoder returns or raises `CodecError`, in
+memory bounded by d.
 """
 
 from __future__ import annotations

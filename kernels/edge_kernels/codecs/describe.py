@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from edge_kernels import bits as bitset
-from edge_kernels.codecs import auto, bits, bloom, classes, counts, entropy, fuse, png, rice
+from edge_kernels.codecs import auto, bits, bloom, classes, counts, entropy, fuse, klms, png, rice
 from edge_kernels.codecs.sets import MAX_D, CodecError, check_size, popcount
 from edge_kernels.codecs.streams import Reader
 
@@ -107,7 +107,7 @@ def _bloom(data: bytes, d: int | None) -> Description:
     return found if d is None else {**found, "expected_false_positives": round((d - read.size) * rate, 2)}
 
 
-# --- counts, bit planes
+# --- counts, samples, bit planes
 
 
 def _counts(data: bytes, d: int | None) -> Description:
@@ -125,6 +125,12 @@ def _counts(data: bytes, d: int | None) -> Description:
         if len(segments) > 1:
             found["as_predicted"] = f"{found['as_predicted']} of the first {segments[0].stop}"
     return {**found, **first}
+
+
+def _klms(data: bytes, d: int | None) -> Description:
+    if d is not None:
+        klms.check_blocks(len(data), d)
+    return {"blocks": len(data)}
 
 
 def _planes(data: bytes, d: int | None) -> Description:
@@ -179,6 +185,7 @@ _READERS: Mapping[str, Callable[[bytes, int | None], Description]] = {
     "fuse8-png": _png,
     "bloom": _bloom,
     "counts": _counts,
+    "klms": _klms,
     "planes": _planes,
     "coupled": _coupled,
     "coupled-net": _net,
