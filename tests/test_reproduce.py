@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -422,6 +423,21 @@ def test_only_some_methods_leave_the_others_results(tmp_path: Path) -> None:
     assert set(json.loads((out / "result.json").read_text())["summary"]) == {"digits/fedavg", "digits/fast"}
     with pytest.raises(ConfigError, match="slow"):
         reproduce("tiny", out=out, methods="slow")
+
+
+def test_cells_that_another_start_runs_meanwhile_are_in_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, run_all = tmp_path / "out", command.run_all
+
+    def while_another_runs(*given: Any, **options: Any) -> Any:
+        monkeypatch.setattr(command, "run_all", run_all)
+        reproduce("tiny", out=out, seeds=1, methods="fast")
+        return run_all(*given, **options)
+
+    monkeypatch.setattr(command, "run_all", while_another_runs)
+    reproduce("tiny", out=out, seeds=1, methods="fedavg")
+    assert set(json.loads((out / "result.json").read_text())["runs"]) == {"digits/fedavg/0", "digits/fast/0"}
 
 
 def test_a_cell_that_fails_leaves_the_others_and_is_named_at_the_end(tmp_path: Path) -> None:

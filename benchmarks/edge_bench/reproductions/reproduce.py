@@ -181,8 +181,8 @@ def reproduce(
     stopped = "stopped; the same command goes on: cells that ended are kept, the one under way begins anew"
     steps_due = sum(cell.config.rounds for cell in owed.values())
     with Steps(console, steps_due, PAUSE) as steps, saying_when_stopped(console, stopped):
-        ran, failures = run_cells(owed, folder / CELLS, processes, validation, r.small, steps)
-    done |= ran
+        failures = run_cells(owed, folder / CELLS, processes, validation, r.small, steps)
+    done = known(folder)  # also what another start wrote there meanwhile
     finish(name, r, folder, done, full)
     if validation:
         for cell, sha in keyed.values():
@@ -215,12 +215,12 @@ def _refuse_another(folder: Path, name: str, full: bool) -> None:
 
 def run_cells(
     cells: Mapping[str, Cell], folder: Path, processes: int | None, validation: bool, compact: bool, steps: Steps
-) -> tuple[dict[str, Run], dict[str, str]]:
-    """Run cells, by digest, and write each to its file when it ends: the runs by digest, why cells failed by name.
+) -> dict[str, str]:
+    """Run cells, by digest, and write each to its file when it ends. Returns why cells failed, by name.
 
     Data and bundles stay open while the cells that follow have the same.
     """
-    ran, failures, bundles = dict[str, Run](), dict[str, str](), dict[str, Bundle]()
+    failures, bundles = dict[str, str](), dict[str, Bundle]()
     data: tuple[Any, dict[str, DeviceData]] = (None, {})
     for sha, cell in cells.items():
         config = cell.config.model_copy(update={"processes": processes})
@@ -239,11 +239,10 @@ def run_cells(
         if validation:
             run = {k: v for k, v in run.items() if k not in ("rounds", "curve")}
         write_text(folder / f"{sha}.json", json.dumps(run) + "\n")
-        ran[sha] = run
         steps.say(f"{cell.name}: {shown(run['score_mean'], '.4f')} in {run['seconds']:.0f} s")
         for warning in advice.warnings({cell.label: run}, {cell.label: method_of(cell)}, model=bundle.model()):
             steps.say(warning)
-    return ran, failures
+    return failures
 
 
 def finish(name: str, r: Reproduction, folder: Path, done: Mapping[str, Run], full: bool) -> None:
