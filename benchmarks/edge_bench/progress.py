@@ -6,7 +6,8 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from coord_server.operator.tables import lasting
 
@@ -23,9 +24,10 @@ class Steps:
         self._console, self._total, self._pause = console, total, pause
         self._done, self._started, self._said = 0, time.monotonic(), -pause
         self._bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=console,
-        )  # fmt: skip
+            BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"),
+            TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
+            console=console, expand=True,
+        )  # fmt: skip  # the words are cut where a line is too short, never the time left
         self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Steps:
