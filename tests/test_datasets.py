@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge_bench.data import datasets, histogram, partition, scaling, sources
+from edge_bench.data import datasets, histogram, own, partition, scaling, sources
 from edge_bench.data.datasets import divide, load, read
 from edge_bench.data.sources import CHARACTERS, Samples
 from edge_bench.data.table import DataConfig
@@ -251,6 +251,16 @@ def test_a_feature_that_is_constant_in_training_stays_small_when_standardised(tm
     assert np.abs(training[:, 2:].std(axis=0) - 1).max() < 0.2
 
 
+@pytest.mark.parametrize("kind", [str, object, bytes])
+def test_labels_that_are_text_are_numbered_in_the_order_of_their_names(kind: type, tmp_path: Path) -> None:
+    text = np.array(["walk", "sit", "run"])[Y].astype(str if kind is object else kind).astype(kind)
+    owner = np.array(["left", "right"])[np.arange(120) % 2].astype(object)  # both as a column of pandas has them
+    found = own.returned(lambda: {"x": X, "y": text, "owner": owner}, "a function", {})
+    assert isinstance(found, Samples)
+    assert (found.classes, found.names) == (("run", "sit", "walk"), ("left", "right"))
+    assert found.y.tolist() == (2 - Y).tolist()
+
+
 def test_own_data_without_owners_is_dealt_and_numbers_can_be_predicted(tmp_path: Path) -> None:
     config = saved(tmp_path, x=X, y=X[:, :2].astype(np.float32))
     devices = load(config.model_copy(update={"devices": 3}), 1, manifest((4,), Regression(outputs=2)))
@@ -271,7 +281,7 @@ def test_own_data_without_owners_is_dealt_and_numbers_can_be_predicted(tmp_path:
         ({"x": np.where(np.arange(120)[:, None] == 9, 1e300, X), "y": Y}, "sample 9 holds .* beyond float32"),
         ({"x": X, "y": Y, "group": np.arange(120) // 10, "is_test": np.arange(120) < 47}, "marks a part of group 4"),
         ({"x": X.astype(str), "y": Y}, "own.npz: samples have dtype <U[0-9]+; give numbers"),
-        ({"x": X, "y": Y.astype(str)}, "labels have dtype <U21; number the classes 0, 1, 2"),
+        ({"x": X, "y": Y.astype(complex)}, "labels have dtype complex128; number the classes 0, 1, 2"),
     ],
 )
 def test_a_mistake_in_own_data_is_named(arrays: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
 
     Raises DataError naming what is missing, too long or unknown.
     """
+    classes: tuple[str, ...] = ()
+    if "y" in arrays:
+        y, classes = numbered(arrays["y"])
+        arrays = {**arrays, "y": y}
     checked(what, arrays)
     _check_keys(arrays, WHOLE, what)
     x, y = arrays["x"], arrays["y"]
@@ -107,7 +111,15 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
             raise DataError(f"{what}: `is_test` marks a part of group {group}; mark all of its samples, or none")
     owner, names = named(arrays.get("owner"), what)
     published = arrays["is_test"].astype(bool) if "is_test" in arrays else None
-    return Samples(_narrow(x, what), y, unit.astype(np.int64), owner, names, published)
+    return Samples(_narrow(x, what), y, unit.astype(np.int64), owner, names, published, classes=classes)
+
+
+def numbered(y: NDArray[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Labels that are text as numbers, in the order of their names, and these; other labels as they are."""
+    if y.dtype.kind not in "US":
+        return y, ()
+    found, numbers = np.unique(y.astype(str), return_inverse=True)
+    return numbers.reshape(y.shape).astype(np.int64), tuple(found.tolist())
 
 
 def _narrow(x: NDArray[Any], what: str) -> NDArray[Any]:
@@ -201,6 +213,8 @@ def _arrays(found: Mapping[str, Any], what: str) -> dict[str, NDArray[Any]]:
             arrays[str(key)] = np.asarray(value)
         except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, tensors on another device
             raise DataError(f"{what}: {key} is no array ({authored.described(error)})") from None
+        if arrays[str(key)].dtype == object and all(isinstance(v, str) for v in arrays[str(key)].flat):
+            arrays[str(key)] = arrays[str(key)].astype(str)  # a column of pandas
         if arrays[str(key)].dtype == object:
             raise DataError(f"{what}: {key} is an array of objects; give numbers, all samples of one shape")
     return arrays
@@ -305,7 +319,5 @@ def _labels(table: Any, column: str) -> tuple[NDArray[Any], tuple[str, ...]]:
     """The labels as numbers, with their names when the data set has names."""
     y = np.asarray(table.with_format("numpy")[:][column])
     known = getattr(table.features[column], "names", None)
-    if y.dtype.kind in "US" or y.dtype == object:
-        found, numbers = np.unique(y.astype(str), return_inverse=True)
-        return numbers.astype(np.int64), tuple(found.tolist())
-    return y, tuple(known or ())
+    numbers, names = numbered(y.astype(str) if y.dtype == object else y)
+    return numbers, names or tuple(known or ())
