@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from edge_client.bundle import Input, Manifest
 from edge_client.data import DeviceData, fit
 from edge_client.data import read as read_file
-from edge_client.errors import ConfigError, DataError
+from edge_client.errors import ConfigError, DataError, StateError, StorageFullError
 from edge_client.targets import Classification, Regression, Sequence, Target
 
 pytest.importorskip("sklearn")
@@ -516,8 +516,10 @@ def test_the_plot_is_a_picture(classes: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     histogram.draw(held([0, 1], [2, 2]), classes, tmp_path / "h.png", "labels")
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(StateError, match="choose another place"):
         histogram.draw(held([0]), 1, tmp_path / "none" / "h.png", "labels")
+    with pytest.raises(StorageFullError, match="free some space"):
+        histogram.draw(held([0]), 1, Path("/dev/full"), "labels")
 
 
 def test_a_bar_is_the_taller_the_more_labels_and_any_label_shows() -> None:

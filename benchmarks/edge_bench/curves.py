@@ -100,7 +100,7 @@ def sketch(curves: Mapping[str, Sequence[Point]], width: int = 78, height: int =
 
 
 def draw(curves: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
-    """The curves as a PNG. Raises ConfigError when the file cannot be written."""
+    """The curves as a PNG. Raises StateError when the file cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.errors import ConfigError
+from edge_client.files import disk
 
 if TYPE_CHECKING:  # matplotlib is large, and not everywhere
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ def available() -> bool:
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Write the picture as a PNG. Raises ConfigError when it cannot be written."""
+    """Write the picture as a PNG. Raises StateError when it cannot be written."""
     from matplotlib.figure import Figure
 
     rows = report["rows"]
@@ -53,11 +53,9 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
 
 def save(figure: Figure, path: Path, dpi: int = 120) -> None:
-    """Write a figure as a PNG. Raises ConfigError when it cannot be written."""
-    try:
+    """Write a figure as a PNG. Raises StateError when it cannot be written."""
+    with disk(path, "choose another place"):
         figure.savefig(path, dpi=dpi, format="png", metadata={"Software": None})
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another place") from None
 
 
 def _around(rows: list[Mapping[str, Any]]) -> list[list[float]]:

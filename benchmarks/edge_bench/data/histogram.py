@@ -123,7 +123,7 @@ def uncentred(devices: Mapping[str, DeviceData]) -> list[str]:
 
 
 def draw(devices: Mapping[str, DeviceData], classes: int, path: Path, title: str) -> None:
-    """The histogram as a PNG: stacked bars for few classes and devices, else a heat map. Raises ConfigError."""
+    """The histogram as a PNG: stacked bars for few classes and devices, else a heat map. Raises StateError."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

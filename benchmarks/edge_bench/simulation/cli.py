@@ -149,7 +149,8 @@ def simulate(
         found = result.result(origin, checked, records, reasons)
         write_json(json_file, found.model_dump(mode="json", exclude_unset=True))
     if plot is not None:
-        curves.draw({label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}, plot, title)
+        lines = {label: [curves.Point(**p) for p in r["curve"]] for label, r in records.items()}
+        curves.draw(lines, plot, f"{checked.data.called}: score after each round")
         console.print(f"wrote {plot}")
     if any(isinstance(error, InterruptedRun) for error in failures.values()):
         console.print(failed)
