@@ -32,6 +32,7 @@ MOST_STEPS = 1 << 12  # of all lanes together
 FEW = 16  # lanes, whose symbols Python reads sooner one by one than numpy a step of all
 SCALE = 24  # log2 of the sum of the frequencies; also the bits of a word, and of the smallest state
 
+_FEW_MEMBERS = 1 << 16  # members handled at a time
 _CELL = 18  # log2 of the hazard between two entries of the table
 _LOW = 1 << SCALE
 
@@ -96,6 +97,42 @@ def _cuts(before: I64, lanes: int) -> I64:
     return cuts
 
 
+def _symbols(before: I64, cuts: I64, members: I64) -> tuple[U32, U32]:
+    """The starts and frequencies of some lanes' symbols by step and lane; `members` are those of their stretches."""
+    lanes, n = len(cuts) - 1, len(before) - 1
+    first = members.searchsorted(cuts)
+    lane = np.repeat(np.arange(lanes), np.diff(first))
+    # A gap begins at each stretch and after each member; `until` is the member that ends it, n if none does.
+    at, end, until = (np.empty(lanes + len(members), np.int64) for _ in range(3))
+    heads, others = first[:-1] + np.arange(lanes), np.arange(len(members)) + lane + 1
+    at[heads], at[others] = cuts[:-1], members + 1
+    end[heads], end[others] = cuts[1:], cuts[lane + 1]
+    until.fill(n)
+    until[others - 1] = members
+    gaps = (at < end).nonzero()[0]
+    gap_of, starts, freqs = [], [], []  # of each symbol
+    while len(gaps):  # one symbol of each gap that is left: its member, or the end of a window
+        low, here, stop = at[gaps], before[at[gaps]], end[gaps]
+        window = np.minimum(before.searchsorted(here + MOST, "right") - 1, stop)
+        hit = until[gaps] < window
+        low = np.where(hit, until[gaps], window)
+        start = chance(before[low] - here)
+        gap_of.append(gaps)
+        starts.append(start)
+        freqs.append(np.where(hit, chance(before[np.where(hit, low + 1, low)] - here), _LOW) - start)
+        at[gaps] = low
+        gaps = gaps[~hit & (window < stop)]
+    gap = np.concatenate([*gap_of, np.zeros(0, np.int64)])
+    order = gap.argsort(kind="stable")
+    lane = np.searchsorted(heads, gap[order], "right") - 1
+    step = np.arange(len(gap)) - np.searchsorted(lane, np.arange(lanes))[lane]
+    shape = int(step.max(initial=-1)) + 1, lanes
+    by_step = np.zeros(shape, np.uint32), np.full(shape, _LOW, np.uint32)
+    for out, parts in zip(by_step, (starts, freqs), strict=True):
+        out[step, lane] = np.concatenate([*parts, np.zeros(0, np.int64)])[order]
+    return by_step
+
+
 class Writer:
     """Collects lists, and then codes them backwards."""
 
@@ -110,44 +147,21 @@ class Writer:
 
     def code(self, before: I64, members: I64) -> I64:
         """Add the sorted members of a list whose hazards are `before`; returns the members."""
-        lanes, n = self._lanes, len(before) - 1
+        lanes = self._lanes
         cuts = _cuts(before, lanes)
         first = members.searchsorted(cuts)  # the first member of each stretch
-        lane = np.repeat(np.arange(lanes), np.diff(first))
-        # A gap begins at each stretch and after each member; `until` is the member that ends it, n if none does.
-        at, end, until = (np.empty(lanes + len(members), np.int64) for _ in range(3))
-        heads, others = first[:-1] + np.arange(lanes), np.arange(len(members)) + lane + 1
-        at[heads], at[others] = cuts[:-1], members + 1
-        end[heads], end[others] = cuts[1:], cuts[lane + 1]
-        until.fill(n)
-        until[others - 1] = members
-        gaps = (at < end).nonzero()[0]
-        gap_of, starts, freqs = [], [], []  # of each symbol
-        while len(gaps):  # one symbol of each gap that is left: its member, or the end of a window
-            low, here, stop = at[gaps], before[at[gaps]], end[gaps]
-            window = np.minimum(before.searchsorted(here + MOST, "right") - 1, stop)
-            hit = until[gaps] < window
-            low = np.where(hit, until[gaps], window)
-            start = chance(before[low] - here)
-            gap_of.append(gaps)
-            starts.append(start)
-            freqs.append(np.where(hit, chance(before[np.where(hit, low + 1, low)] - here), _LOW) - start)
-            at[gaps] = low
-            gaps = gaps[~hit & (window < stop)]
-        none = np.zeros(0, np.int64)
-        self._add(heads, *(np.concatenate([*parts, none]) for parts in (gap_of, starts, freqs)))
-        return members
-
-    def _add(self, heads: I64, gap: I64, starts: I64, freqs: I64) -> None:
-        """Add the symbols of a list by their gaps, those of one gap in order; `heads` are the lanes' first gaps."""
-        order = gap.argsort(kind="stable")
-        lane = np.searchsorted(heads, gap[order], "right") - 1
-        step = np.arange(len(gap)) - np.searchsorted(lane, np.arange(self._lanes))[lane]
-        shape = int(step.max(initial=-1)) + 1, self._lanes
+        some = max(1, lanes * _FEW_MEMBERS // max(1, len(members)))  # lanes handled at a time, to hold less
+        parts = [
+            _symbols(before, cuts[low : low + some + 1], members[first[low] : first[min(low + some, lanes)]])
+            for low in range(0, lanes, some)
+        ]
+        shape = max(len(starts) for starts, _ in parts), lanes
         self._starts.append(np.zeros(shape, np.uint32))
         self._freqs.append(np.full(shape, _LOW, np.uint32))  # a lane without a symbol keeps its state
-        self._starts[-1][step, lane] = starts[order]
-        self._freqs[-1][step, lane] = freqs[order]
+        for low, (starts, freqs) in zip(range(0, lanes, some), parts, strict=True):
+            self._starts[-1][: len(starts), low : low + some] = starts
+            self._freqs[-1][: len(freqs), low : low + some] = freqs
+        return members
 
     def bytes(self) -> bytes:
         """The states, then the words."""
