@@ -21,7 +21,21 @@ from numpy.typing import NDArray
 from edge_kernels import bits
 from edge_kernels.codecs import CodecError, arrivals
 from edge_kernels.codecs.arrivals import MAX_LANES, MOST_STEPS, ends, hazard, most_steps
-from edge_kernels.lattice_model import GUESS, HIGHEST, I32, I64, LOWEST, OCTAVE, U32, Exchange, Known, Model, Span, log
+from edge_kernels.lattice_model import (
+    GUESS,
+    HIGHEST,
+    I32,
+    I64,
+    LOWEST,
+    OCTAVE,
+    U32,
+    Exchange,
+    Known,
+    Model,
+    Span,
+    log,
+    looked_up,
+)
 
 Bits = NDArray[np.bool_]
 
@@ -29,6 +43,7 @@ _HIGH = 4  # bits of a large number that are coded where its lowest ones are not
 _MOST_LOW = 15  # bits
 _UNARY = 16  # magnitudes below this are unary
 _CLASSES = 16  # of flags
+_TILE = 1 << 15  # members handled at a time
 _BLOCK = 32  # flags of the first block; each later end is five times the one before
 
 
@@ -68,7 +83,7 @@ def encode(values: I32, known: Known) -> bytes:
 def _encoded(values: I32, known: Known, low: int = 0) -> bytes | None:
     """The bytes with the `low` lowest bits of all values in planes; None where a reader would take too many steps."""
     places, given, planes = _split(values, low)
-    if _symbols(np.abs(given)) > MAX_LANES * MOST_STEPS:
+    if _symbols(_magnitudes(given)) > MAX_LANES * MOST_STEPS:
         return None
     lanes = min(max((len(places) >> 8).bit_length() - 1, 0), MAX_LANES.bit_length() - 1)
     while 1 << lanes <= MAX_LANES:
@@ -82,20 +97,25 @@ def _encoded(values: I32, known: Known, low: int = 0) -> bytes | None:
     return None
 
 
-def _symbols(sizes: I64) -> int:
+def _magnitudes(values: I32) -> U32:
+    """|value|; that of -2**31 has no int32."""
+    return np.abs(values).view(np.uint32)
+
+
+def _symbols(sizes: U32) -> int:
     """The fewest symbols that these magnitudes take: one for each set flag of `_sizes`, less the bits below the top."""
-    width = np.frexp(np.maximum(sizes - _UNARY + 1, 1).astype(np.float64))[1] - 1
-    return int(np.minimum(sizes, _UNARY).sum() + width.sum())
+    beyond = sizes[sizes > _UNARY].astype(np.float64) - (_UNARY - 1)
+    return int(np.minimum(sizes, _UNARY).sum()) + int((np.frexp(beyond)[1] - 1).sum())
 
 
-def _split(values: I32, low: int) -> tuple[I64, I64, bytes]:
+def _split(values: I32, low: int) -> tuple[I64, I32, bytes]:
     """Where the values are not 0 in units of 2**`low`, to the nearest, and those; the bit planes of what is left."""
     planes = b""
     if low:
         raised = (values & (1 << low) - 1) + (1 << low - 1)  # without the high bits, to stay within 32
         values, planes = (values >> low) + (raised >> low), bits.pack_planes(raised & (1 << low) - 1, low).tobytes()
     places = values.nonzero()[0]
-    return places, values[places].astype(np.int64), planes
+    return places, values[places], planes
 
 
 def decode(data: bytes, known: Known) -> I32:
@@ -110,8 +130,8 @@ def decode(data: bytes, known: Known) -> I32:
     if len(data) < body:
         raise CodecError(f"{known.d} numbers with {low} low bits take more than {len(data)} bytes; the payload is cut")
     reader = arrivals.Reader(data[body:], 1 << (data[0] & 15))
-    none = np.zeros(0, np.int64)
-    places, values = _code(Model(known), data[1], reader.code, none, none)
+    none = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    places, values = _code(Model(known), data[1], reader.code, *none)
     reader.end()
     out = np.zeros(known.d, np.int32)
     out[places] = values
@@ -139,39 +159,43 @@ def _joined(high: I32, low: int, planes: bytes) -> I32:
     return values.astype(np.int32)
 
 
-def _code(model: Model, guess: int, exchange: Exchange, places: I64, given: I64) -> tuple[I64, I64]:
+def _code(model: Model, guess: int, exchange: Exchange, places: I64, given: I32) -> tuple[I64, I64]:
     """Where the values are not 0, and those values; a writer gives both, a reader gives none."""
     places = model.places(guess, exchange, places)
     if not len(given):
-        given = np.zeros(len(places), np.int64)
+        given = np.zeros(len(places), np.int32)
     signs = _signs(model, places, exchange, given)
-    values = signs * _sizes(model, places, exchange, np.abs(given))
+    values = signs * _sizes(model, places, exchange, _magnitudes(given))
     if int(values.min(initial=0)) < -(2**31) or int(values.max(initial=0)) >= 2**31:
         raise CodecError("a value is beyond 32 bits; the payload is damaged")
     return places, values
 
 
-def _signs(model: Model, places: I64, exchange: Exchange, given: I64) -> I64:
+def _signs(model: Model, places: I64, exchange: Exchange, given: I32) -> NDArray[np.int8]:
     """1 or -1 for every place. The dither expects a sign; those that differ from it are members of a list."""
     known = model.known
+    expected, classes = np.ones(len(places), np.int8), np.zeros(len(places), np.uint8)
     if known.fall is None or known.rise is None:
-        expected = np.ones(len(places), np.int64)
-        classes = np.zeros(len(places), np.int64)
         start = 0.5
     else:
-        fall, rise = known.fall[places], known.rise[places]
-        expected = np.where(rise <= fall, 1, -1)
-        lead = log(np.maximum(fall, rise) - np.minimum(fall, rise)).astype(np.int64) - model.scales_at(places)
-        classes = np.clip((lead + 6 * OCTAVE) // OCTAVE, 0, 9)
+        for low in range(0, len(places), _TILE):
+            s = slice(low, low + _TILE)
+            fall, rise = known.fall[places[s]], known.rise[places[s]]
+            expected[s] = np.where(rise <= fall, 1, -1)
+            lead = log(np.maximum(fall, rise) - np.minimum(fall, rise)).astype(np.int64) - model.scales_at(places[s])
+            classes[s] = np.clip((lead + 6 * OCTAVE) // OCTAVE, 0, 9)
         start = 0.25
     wrong = _flags(classes, start, exchange, np.sign(given) != expected)
     return np.where(wrong, -expected, expected)
 
 
-def _sizes(model: Model, places: I64, exchange: Exchange, given: I64) -> I64:
+def _sizes(model: Model, places: I64, exchange: Exchange, given: U32) -> I64:
     """The magnitudes, from 1: unary below 16, then the bits of what is beyond, as Elias-gamma numbers."""
     size = np.ones(len(places), np.int64)
-    classes = np.clip((model.scales_at(places) - 12 * OCTAVE) // OCTAVE, 0, 15)
+    classes = np.empty(len(places), np.uint8)
+    for low in range(0, len(places), _TILE):
+        s = slice(low, low + _TILE)
+        classes[s] = np.clip((model.scales_at(places[s]) - 12 * OCTAVE) // OCTAVE, 0, 15)
     left = np.arange(len(places))
     for level in range(1, _UNARY):
         more = _flags(classes[left], 0.1 if level == 1 else 0.3, exchange, given[left] > level)
@@ -179,10 +203,10 @@ def _sizes(model: Model, places: I64, exchange: Exchange, given: I64) -> I64:
         size[left] += 1
         if not len(left):
             return size
-    beyond = given[left] - _UNARY + 1
+    beyond = given[left].astype(np.int64) - _UNARY + 1
     width, growing = np.zeros(len(left), np.int64), np.arange(len(left))
     while len(growing):
-        more = _flags(np.zeros(len(growing), np.int64), 0.3, exchange, beyond[growing] >> (width[growing] + 1) > 0)
+        more = _flags(np.zeros(len(growing), np.uint8), 0.3, exchange, beyond[growing] >> (width[growing] + 1) > 0)
         growing = growing[more]
         width[growing] += 1
         if len(growing) and int(width[growing[0]]) > 31:
@@ -191,13 +215,13 @@ def _sizes(model: Model, places: I64, exchange: Exchange, given: I64) -> I64:
     for j in range(int(width.max()) - 1, -1, -1):
         has = (width > j).nonzero()[0]
         number[has] |= (
-            _flags(np.zeros(len(has), np.int64), 0.5, exchange, beyond[has] >> j & 1 > 0).astype(np.int64) << j
+            _flags(np.zeros(len(has), np.uint8), 0.5, exchange, beyond[has] >> j & 1 > 0).astype(np.int64) << j
         )
     size[left] += number - 1
     return size
 
 
-def _flags(classes: I64, start: float, exchange: Exchange, given: Bits) -> Bits:
+def _flags(classes: NDArray[np.uint8], start: float, exchange: Exchange, given: Bits) -> Bits:
     """Flags with a rate per class, which begins at `start` and is learnt from blocks of growing size."""
     flags = np.zeros(len(classes), np.bool_)
     ones, all_ = np.full(_CLASSES, 2 * start), np.full(_CLASSES, 2.0)
@@ -205,7 +229,7 @@ def _flags(classes: I64, start: float, exchange: Exchange, given: Bits) -> Bits:
     while low < len(flags):
         here = classes[low:high]
         hazards = hazard(np.floor(ones / all_ * 2.0**24).astype(np.int64))
-        members = exchange(ends(hazards[here]), given[low:high].nonzero()[0])
+        members = exchange(ends(looked_up(hazards, here)), given[low:high].nonzero()[0])
         flags[low:high][members] = True
         ones += np.bincount(here[members], minlength=_CLASSES)
         all_ += np.bincount(here, minlength=_CLASSES)

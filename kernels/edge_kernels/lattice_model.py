@@ -10,7 +10,7 @@ no log), so both sides get the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -90,7 +90,7 @@ class Model:
 
     def guess(self, members: int) -> int:
         """The first guess of b with which about so many members are expected."""
-        counts = np.bincount((self.base - self.scales())[::5], minlength=_CLASSES * _SIZE) * 5
+        counts = np.bincount(self.base[::5] - self.scales()[::5], minlength=_CLASSES * _SIZE) * 5
         flat = counts.reshape(_CLASSES, _SIZE).sum(axis=0)
         table = chance(self.hazards())[self.grid()[0]] * 2.0**-24
         steps = range((HIGHEST - LOWEST) // GUESS + 1)
@@ -102,24 +102,28 @@ class Model:
         """Where the values are not 0, int64[n]; a writer gives it."""
         for tensor in self.tensors:
             tensor.factor = LOWEST + GUESS * guess
-        found, part = [], given % _PERIOD
+        found, part = [], (given % _PERIOD).astype(np.uint8)
         for low, high in pairwise(_PASSES):
             grid, hazards = self.grid(), self.hazards()
             own = given[(part >= low) & (part < high)]
             index, before = self.indices(low, high, _table(hazards, grid))
             mine = exchange(before, own // _PERIOD * (high - low) + own % _PERIOD - low)
+            del before, own  # the largest arrays of a pass
             here = mine // (high - low) * _PERIOD + mine % (high - low) + low
             found.append(here)
             if high < _PERIOD:
                 self.learn(low, high, index, grid, _table(chance(hazards) >> 4, grid), mine, here)
-        return np.sort(np.concatenate(found))
+        places = np.concatenate(found)
+        places.sort()
+        return places
 
     def indices(self, low: int, high: int, table: U32) -> tuple[I16, I64]:
         """Of a pass the elements' indices into the curve, int16[n], and by `table` the hazard before each of them."""
         compiled = loops(__name__)
         if compiled is None or not self.tensors:
-            index = _part(self.base - self.scales(), low, high)
-            return index, ends(_looked_up(table, index))
+            index = _part(self.base, low, high)
+            index -= _part(self.scales(), low, high)
+            return index, ends(looked_up(table, index))
         found: tuple[I16, I64] = compiled.indices(self.base, *self._laid_out(), low, high, _PERIOD, table)
         return found
 
@@ -128,9 +132,9 @@ class Model:
         many elements have each index."""
         compiled = loops(__name__)
         if compiled is None or not self.tensors:
-            due = _looked_up(table, index)
-            before, sums = ends(due), _spread(due, self.d, low, high)
-            parts = [tensor.sums(before, sums, low, high) for tensor in self.tensors]
+            due = looked_up(table, index)
+            before = ends(due)
+            parts = [tensor.sums(due, before, low, high) for tensor in self.tensors]
             return parts, np.bincount(index, minlength=_CLASSES * _SIZE)
         laid, size = self._laid_out(), _CLASSES * _SIZE
         rows, columns, counts = compiled.expected(index, *laid, low, high, _PERIOD, table, size)
@@ -217,23 +221,31 @@ class _Tensor:
             rows = 1
         sums = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
         if held is not None and columns > 1:
-            moved = np.abs(held[where]).view(np.uint32).reshape(rows, columns)  # |-2**31| has no int32
-            sums = _sum(moved, 1, int(moved.max(initial=0))), _sum(moved, 0, int(moved.max(initial=0)))
+            for some in _blocks(rows, columns):
+                here = slice(where.start + some.start * columns, where.start + some.stop * columns)
+                moved = np.abs(held[here]).view(np.uint32).reshape(-1, columns)  # |-2**31| has no int32
+                most = int(moved.max(initial=0))
+                sums[0][some] = _sum(moved, 1, most)
+                sums[1][:] += _sum(moved, 0, most)
         row, column = (_corrected(np.zeros(len(x), np.int64), x, x.sum() / max(len(x), 1), 2.0) for x in sums)
         row_weight, column_weight = (_within(x.astype(np.float64), 2.0, 8.0) for x in sums)
         return _Tensor(where, row, column, row_weight, column_weight)
 
-    def sums(self, before: I64, spread: U32, low: int, high: int) -> tuple[I64, I64]:
+    def sums(self, due: U32, before: I64, low: int, high: int) -> tuple[I64, I64]:
         """What is due in each row and column in a pass, int64[rows] and int64[columns].
 
-        `before` is what is due before each element of the pass, and `spread` at each of all elements.
+        `due` is that of each element of the pass, and `before` that before it.
         """
         rows, columns = len(self.row), len(self.column)
         marks = self.where.start + np.arange(rows + 1) * ((self.where.stop - self.where.start) // max(rows, 1))
-        due = np.diff(before[marks // _PERIOD * (high - low) + _within(marks % _PERIOD - low, 0, high - low)])
+        by_row = np.diff(before[marks // _PERIOD * (high - low) + _within(marks % _PERIOD - low, 0, high - low)])
         if columns == 1:
-            return due, due
-        return due, _sum(spread[self.where].reshape(rows, columns), 0, 1 << UNIT)
+            return by_row, by_row
+        by_column = np.zeros(columns, np.int64)
+        for some in _blocks(rows, columns):
+            here = self.where.start + some.start * columns, self.where.start + some.stop * columns
+            by_column += _sum(_spread(due, *here, low, high).reshape(-1, columns), 0, 1 << UNIT)
+        return by_row, by_column
 
     def learn(self, members: I64, rows: I64, columns: I64) -> None:
         """Correct the factors by a pass with `members` among the tensor's elements.
@@ -251,6 +263,13 @@ class _Tensor:
             seen = np.bincount(members % wide, minlength=wide)
             self.column = _corrected(self.column, seen, columns * 2.0**-UNIT * ratio, self.column_weight)
             self.column_weight += seen
+
+
+def _blocks(rows: int, columns: int) -> Iterator[slice]:
+    """The rows of a tensor, as many at a time as make a tile."""
+    some = max(1, _TILE // columns)
+    for low in range(0, rows, some):
+        yield slice(low, min(low + some, rows))
 
 
 def _sum(values: NDArray[Any], axis: int, most: int) -> I64:
@@ -324,11 +343,15 @@ def _curve(dithered: bool) -> F64:
 
 def _part(a: NDArray[Any], low: int, high: int) -> NDArray[Any]:
     """The elements of a pass, in order."""
-    body = len(a) // _PERIOD * _PERIOD
-    return np.concatenate([a[:body].reshape(-1, _PERIOD)[:, low:high].reshape(-1), a[body + low : body + high]])
+    whole, wide = len(a) // _PERIOD, high - low
+    rest = a[whole * _PERIOD :][low:high]
+    out = np.empty(whole * wide + len(rest), a.dtype)
+    out[: whole * wide].reshape(whole, wide)[:] = a[: whole * _PERIOD].reshape(whole, _PERIOD)[:, low:high]
+    out[whole * wide :] = rest
+    return out
 
 
-def _looked_up(table: U32, index: I16) -> U32:
+def looked_up(table: U32, index: NDArray[Any]) -> U32:
     """The table's entries, uint32[n]. In tiles: numpy copies an index to int64."""
     out = np.empty(len(index), np.uint32)
     for low in range(0, len(index), _TILE):
@@ -336,11 +359,13 @@ def _looked_up(table: U32, index: I16) -> U32:
     return out
 
 
-def _spread(part: NDArray[np.uint32], d: int, low: int, high: int) -> NDArray[np.uint32]:
-    """The elements of a pass at their places, zeros elsewhere, uint32[d]."""
-    out = np.zeros((-(-d // _PERIOD), _PERIOD), np.uint32)
-    body, wide = d // _PERIOD, high - low
-    out[:body, low:high] = part[: body * wide].reshape(body, wide)
-    if len(part) > body * wide:
-        out[body, low : low + len(part) - body * wide] = part[body * wide :]
-    return out.reshape(-1)[:d]
+def _spread(part: U32, start: int, stop: int, low: int, high: int) -> U32:
+    """The elements of a pass at their places, zeros elsewhere: those of `start` .. `stop` - 1."""
+    first, wide = start // _PERIOD, high - low
+    own = part[first * wide : -(-stop // _PERIOD) * wide]
+    out = np.zeros((-(-stop // _PERIOD) - first, _PERIOD), np.uint32)
+    whole = len(own) // wide
+    out[:whole, low:high] = own[: whole * wide].reshape(whole, wide)
+    if len(own) > whole * wide:
+        out[whole, low : low + len(own) - whole * wide] = own[whole * wide :]
+    return out.reshape(-1)[start - first * _PERIOD : stop - first * _PERIOD]

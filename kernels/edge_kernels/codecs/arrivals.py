@@ -32,7 +32,7 @@ MOST_STEPS = 1 << 12  # of all lanes together
 FEW = 16  # lanes, whose symbols Python reads sooner one by one than numpy a step of all
 SCALE = 24  # log2 of the sum of the frequencies; also the bits of a word, and of the smallest state
 
-_FEW_MEMBERS = 1 << 16  # members handled at a time
+_TILE = 1 << 16  # elements or members handled at a time
 _CELL = 18  # log2 of the hazard between two entries of the table
 _LOW = 1 << SCALE
 
@@ -85,7 +85,10 @@ def ends(hazards: U32) -> I64:
     """The hazard before each element, and at last that of the whole list, int64[n + 1]."""
     out = np.empty(len(hazards) + 1, np.int64)
     out[0] = 0
-    np.cumsum(hazards, out=out[1:])
+    for low in range(0, len(hazards), _TILE):  # numpy copies what it sums up to int64
+        here = out[low + 1 : low + 1 + _TILE]
+        np.cumsum(hazards[low : low + _TILE], out=here)
+        here += out[low]
     return out
 
 
@@ -150,7 +153,7 @@ class Writer:
         lanes = self._lanes
         cuts = _cuts(before, lanes)
         first = members.searchsorted(cuts)  # the first member of each stretch
-        some = max(1, lanes * _FEW_MEMBERS // max(1, len(members)))  # lanes handled at a time, to hold less
+        some = max(1, lanes * _TILE // max(1, len(members)))  # lanes handled at a time, to hold less
         parts = [
             _symbols(before, cuts[low : low + some + 1], members[first[low] : first[min(low + some, lanes)]])
             for low in range(0, lanes, some)
