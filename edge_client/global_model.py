@@ -30,7 +30,7 @@ class _Untrained:
     def gradient(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a device without samples has nothing to train on")
 
-    logits = gradient
+    logits = rest = gradient
 
     def narrow(self, kept: Channels) -> Trainer:
         return _Untrained(narrow(self.manifest, kept).manifest)

@@ -31,7 +31,7 @@ from edge_client.narrow import Channels, narrow
 from edge_client.protocol.payload import Payload
 from edge_client.training import Gradient, Trainer
 
-SCORE_BATCH = 512  # samples per forward pass: bounds a device's memory, changes no result
+SCORE_BATCH = 64  # samples per forward pass: bounds a device's memory, changes no result
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,8 @@ class Task:
     secret: int
     watch: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
     """Called after every step."""
+    frugal: bool = field(default=False, repr=False, compare=False)
+    """Whether the trainer rests after each pass: its memory is then free for what follows."""
     _mean: EpochLoss = field(default_factory=EpochLoss, init=False, repr=False, compare=False)
     _steps: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
 
@@ -182,6 +184,8 @@ class Task:
                 index += 1
                 if self.watch is not None:
                     self.watch(Progress(phase, epoch + 1, epochs, index, steps, self._mean.mean))
+        if self.frugal:
+            self.trainer.rest()
 
     def gradient(self, values: F32, buffers: F32, batch: Batch) -> Gradient:
         """Loss, gradient and new statistics of one batch. `values` is float32[d], `buffers` float32[buffers_d].

@@ -64,6 +64,10 @@ class NumpyMlp:
 
     manifest: Manifest
     calls: int = field(default=0)
+    rests: int = field(default=0)
+
+    def rest(self) -> None:
+        self.rests += 1
 
     def _forward(self, parameters: F32, x: NDArray[Any]) -> tuple[dict[str, F32], list[F32]]:
         v, acts = views(self.manifest.parameters, parameters), [x]

@@ -67,6 +67,15 @@ def test_batches_know_their_step_epoch_and_labels() -> None:
     assert all((b.y == b.x[:, 0].astype(int) % 3).all() for b in numbered(9).batches(1, 2))
 
 
+@pytest.mark.parametrize("frugal", [True, False])
+def test_the_trainer_of_a_frugal_task_rests_after_each_pass(frugal: bool) -> None:
+    t = replace(task(M), frugal=frugal)
+    for passes in (1, 2):
+        for _ in t.batches(2, 3):
+            assert t.trainer.rests == (passes - 1) * frugal  # not before the last step is done
+        assert t.trainer.rests == passes * frugal
+
+
 @dataclass
 class Broken:
     """A trainer with a given answer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -283,3 +285,20 @@ def test_a_trainer_computes_on_as_many_threads_as_it_is_given(monkeypatch: pytes
     finally:
         torch.set_num_threads(before)
     assert opened == [(1, 1), (1, 1), (2, 1), (2, 1)]
+
+
+def test_onnx_runtime_holds_no_activations_at_rest_and_no_second_block_for_them(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    bundle = export_bundle(network, torch.zeros(2, 6), tmp_path / "b", name="b", target=Classification(classes=3))
+    trainer, m = open_trainer("onnxruntime", bundle), bundle.model()
+    x, y = np.ones((4, 6), np.float32), np.zeros(4, np.int64)
+    first = trainer.gradient(m.parameters, m.buffers, x, y).parameters.copy()
+    train, logits = trainer._train[0], trainer._eval[0]
+    assert not train.get_session_options().enable_mem_pattern
+    assert not logits.get_session_options().enable_cpu_mem_arena
+    held = weakref.ref(train)
+    del train
+    trainer.rest()
+    gc.collect()
+    assert held() is None
+    assert np.array_equal(trainer.gradient(m.parameters, m.buffers, x, y).parameters, first)

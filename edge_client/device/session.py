@@ -48,7 +48,7 @@ class Session:
         """
         course = replace(self.course, rounds=rounds or self.course.rounds)
         a = Assignment(course, round_, self.enrolled.device, place)
-        return Task(a, self.trainer, self.data, self.secret, watch)
+        return Task(a, self.trainer, self.data, self.secret, watch, frugal=True)
 
 
 def enrol(

@@ -25,16 +25,19 @@ def open_onnx(
     settings: Mapping[str, str] | None = None,
     rewrite: bool = True,
     arena: bool = True,
+    plan: bool = True,
 ) -> ort.InferenceSession:
     """A model, file or serialised, on `threads` threads. `rewrite` False keeps ONNX Runtime from changing the graph.
 
     `arena` False gives memory back after each run: for a model that runs a few times, in memory that others need.
+    `plan` False holds what the first run took alone, and no block laid out for the next ones beside it.
 
     Raises `refused`, which names `what` or else the file and ends with `advice`, when it does not open.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.enable_cpu_mem_arena = arena
+    options.enable_mem_pattern = plan
     options.log_severity_level = 4  # an error is raised, and need not be printed too
     for name, value in (settings or {}).items():
         options.add_session_config_entry(name, value)

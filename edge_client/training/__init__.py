@@ -51,6 +51,10 @@ class Trainer(Protocol):
         """Evaluation-mode forward: the model's outputs, float32[n, ...] as the target has them."""
         ...
 
+    def rest(self) -> None:
+        """Give back the memory that only gradients need; the next one may take longer."""
+        ...
+
     def narrow(self, kept: Channels) -> Trainer:
         """The same engine on the network with the channels `kept` alone (see `edge_client.narrow`).
 

@@ -47,6 +47,9 @@ class Engine(Trainer):
         self._gradient: F32 = np.zeros(manifest.d, np.float32)
         self._statistics: F32 = np.zeros(manifest.buffers_d, np.float32)
 
+    def rest(self) -> None:
+        """What an engine holds between gradients is its own matter; most have nothing to give back."""
+
     def narrow(self, kept: Channels) -> Trainer:
         return self._narrowed.get(self, kept, lambda: Embedded(self, kept))
 
@@ -73,6 +76,9 @@ class Embedded(Trainer):
     def logits(self, parameters: F32, buffers: F32, x: NDArray[Any]) -> F32:
         self._fill(parameters, buffers)
         return self._whole.logits(self._parameters, self._buffers, x)
+
+    def rest(self) -> None:
+        self._whole.rest()
 
     def narrow(self, kept: Channels) -> Trainer:
         return self._narrowed.get(self, kept, lambda: Embedded(self, kept))

@@ -1,7 +1,7 @@
 """The default backend: stock ONNX Runtime runs the bundle's forward-and-backward graph.
 
 Parameters go in as views of the flat vector, gradients come out into views of another: nothing is copied.
-`train.onnx` is opened at the first gradient and `eval.onnx` at the first logits: a device that only trains holds one.
+`train.onnx` is opened at the first gradient, also of a pass after `rest`, and `eval.onnx` at the first logits.
 A narrow trainer runs the same graphs on smaller tensors, cut in memory by `edge_client.training.cut`.
 """
 
@@ -41,13 +41,15 @@ class OnnxRuntimeTrainer(Engine):
         statistics = {f"new:{k}": v for k, v in views(self.manifest.buffers, self._statistics).items()}
         self._outputs = {"loss": self._loss, **gradients, **statistics}
 
-    def _session(self, part: str) -> ort.InferenceSession:
-        model = self._bundle.part(part)
-        return open_onnx(model, threads=self._threads, what=part, refused=BundleError, settings=NOT_SPINNING)
+    def _session(self, part: str, arena: bool, plan: bool) -> ort.InferenceSession:
+        return open_onnx(
+            self._bundle.part(part),
+            threads=self._threads, what=part, refused=BundleError, settings=NOT_SPINNING, arena=arena, plan=plan,
+        )  # fmt: skip
 
     @cached_property
     def _train(self) -> tuple[ort.InferenceSession, ort.IOBinding]:
-        session = self._session("train.onnx")
+        session = self._session("train.onnx", arena=True, plan=False)
         binding = session.io_binding()
         for name, value in self._outputs.items():
             binding.bind_output(name, "cpu", 0, np.float32, value.shape, value.ctypes.data)
@@ -55,7 +57,7 @@ class OnnxRuntimeTrainer(Engine):
 
     @cached_property
     def _eval(self) -> tuple[ort.InferenceSession, set[str]]:
-        session = self._session("eval.onnx")
+        session = self._session("eval.onnx", arena=False, plan=True)
         return session, {i.name for i in session.get_inputs()}
 
     def gradient(self, parameters: F32, buffers: F32, x: NDArray[Any], y: NDArray[Any], key: int = 0) -> Gradient:
@@ -82,6 +84,10 @@ class OnnxRuntimeTrainer(Engine):
         feeds: dict[str, NDArray[Any]] = {**views(m.parameters, parameters), **views(m.buffers, buffers), "x": x}
         logits: F32 = session.run(["logits"], feeds)[0]
         return logits
+
+    def rest(self) -> None:
+        self.__dict__.pop("_train", None)  # its activations take more than opening it again is worth
+        self._bound = (0, 0)
 
     def narrow(self, kept: Channels) -> Trainer:
         from edge_client.training.cut import cut_graphs  # onnx is large; only pruning needs it

@@ -127,6 +127,9 @@ class IdleTrainer:
         """Zero."""
         return np.zeros((len(x), *self.manifest.target.output), np.float32)
 
+    def rest(self) -> None:
+        """It holds nothing."""
+
     def narrow(self, kept: Channels) -> Trainer:
         """The same answers for fewer values."""
         return Embedded(self, kept)
