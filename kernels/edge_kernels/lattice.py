@@ -47,14 +47,14 @@ _TILE = 1 << 15  # members handled at a time
 _BLOCK = 32  # flags of the first block; each later end is five times the one before
 
 
-def up(dither: U32, spans: Sequence[Span], held: I32) -> Known:
-    """For a device's numbers ``floor(a + dither / 2**32)``; `held` int32[d] is the model's vector N."""
-    return Known(spans, dither, ~dither, held)
+def up(dither: U32, spans: Sequence[Span], held: I32, level: int = 0) -> Known:
+    """For a device's numbers ``floor(a + dither / 2**32)``; `held` int32[d] is the model's vector N, see `Known`."""
+    return Known(spans, dither, None, held, level)
 
 
-def down(fall: U32, rise: U32, spans: Sequence[Span], held: I32) -> Known:
+def down(fall: U32, rise: U32, spans: Sequence[Span], held: I32, level: int = 0) -> Known:
     """For a change of N: the least dither and the least ``~dither`` over the streams of the missed rounds."""
-    return Known(spans, fall, rise, held)
+    return Known(spans, fall, rise, held, level)
 
 
 def whole(spans: Sequence[Span]) -> Known:
@@ -175,16 +175,14 @@ def _signs(model: Model, places: I64, exchange: Exchange, given: I32) -> NDArray
     """1 or -1 for every place. The dither expects a sign; those that differ from it are members of a list."""
     known = model.known
     expected, classes = np.ones(len(places), np.int8), np.zeros(len(places), np.uint8)
-    if known.fall is None or known.rise is None:
-        start = 0.5
-    else:
-        for low in range(0, len(places), _TILE):
-            s = slice(low, low + _TILE)
-            fall, rise = known.fall[places[s]], known.rise[places[s]]
+    start = 0.25 if model.dithered else 0.5
+    for low in range(0, len(places), _TILE):
+        s = slice(low, low + _TILE)
+        if (distances := known.distances(places[s])) is not None:
+            fall, rise = distances
             expected[s] = np.where(rise <= fall, 1, -1)
             lead = log(np.maximum(fall, rise) - np.minimum(fall, rise)).astype(np.int64) - model.scales_at(places[s])
             classes[s] = np.clip((lead + 6 * OCTAVE) // OCTAVE, 0, 9)
-        start = 0.25
     wrong = _flags(classes, start, exchange, np.sign(given) != expected)
     return np.where(wrong, -expected, expected)
 

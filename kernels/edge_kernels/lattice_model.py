@@ -52,13 +52,25 @@ class Known:
     """What both sides know of values int32[d].
 
     `fall` and `rise` uint32[d] are the distances to -1 and to 1 in units of 2**-32, `held` int32[d] the vector N that
-    both have. None: not known.
+    both have, which counts in whole 2**`level`. None: not known, but for a `rise` None beside a `fall`: ``~fall``.
     """
 
     spans: Sequence[Span]
     fall: U32 | None
     rise: U32 | None
     held: I32 | None
+    level: int = 0
+
+    def distances(self, at: slice | I64) -> tuple[U32, U32] | None:
+        """`fall` and `rise` at some places."""
+        if self.fall is None:
+            return None
+        fall = self.fall[at]
+        return fall, ~fall if self.rise is None else self.rise[at]
+
+    def magnitudes(self, at: slice) -> I32 | None:
+        """|N| at some places, in whole 2**`level`."""
+        return None if self.held is None else np.abs(self.held[at]) >> self.level
 
     @property
     def d(self) -> int:
@@ -72,17 +84,17 @@ class Model:
     def __init__(self, known: Known) -> None:
         self.known, self.d = known, known.d
         _check(known)
-        self.dithered = known.fall is not None and known.rise is not None
+        self.dithered = known.fall is not None
         self.base = np.full(self.d, _TOP + _OFFSET, np.int16)
         for low in range(0, self.d, _TILE):
             s = slice(low, low + _TILE)
-            if known.fall is not None and known.rise is not None:
-                self.base[s] = log(np.minimum(known.fall[s], known.rise[s])) + np.int16(_OFFSET)
-            if known.held is not None:
+            if (distances := known.distances(s)) is not None:
+                self.base[s] = log(np.minimum(*distances)) + np.int16(_OFFSET)
+            if (held := known.magnitudes(s)) is not None:
                 top = np.int32(_CLASSES - 1)
-                held = np.minimum(np.maximum(known.held[s], -top), top).astype(np.int16)
-                self.base[s] += np.abs(held) * np.int16(_SIZE)
-        self.tensors = [_Tensor.of(*span, known.held) for span in known.spans if span[1] * span[2]]
+                held = np.minimum(np.maximum(held, -top), top)
+                self.base[s] += np.abs(held).astype(np.int16) * np.int16(_SIZE)
+        self.tensors = [_Tensor.of(*span, known) for span in known.spans if span[1] * span[2]]
         self.curve = _curve(self.dithered)
         self.bin_weight = np.full(len(self.curve) // _BIN, 8.0)
         self.own = np.zeros(_CLASSES, np.int64)
@@ -216,14 +228,14 @@ class _Tensor:
     weight: float = 1.5
 
     @staticmethod
-    def of(where: slice, rows: int, columns: int, held: I32 | None) -> _Tensor:
+    def of(where: slice, rows: int, columns: int, known: Known) -> _Tensor:
         if columns == 1:  # a factor of each row would be one of each element
             rows = 1
         sums = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
-        if held is not None and columns > 1:
-            for some in _blocks(rows, columns):
-                here = slice(where.start + some.start * columns, where.start + some.stop * columns)
-                moved = np.abs(held[here]).view(np.uint32).reshape(-1, columns)  # |-2**31| has no int32
+        for some in _blocks(rows, columns) if columns > 1 else ():
+            held = known.magnitudes(slice(where.start + some.start * columns, where.start + some.stop * columns))
+            if held is not None:
+                moved = np.abs(held).view(np.uint32).reshape(-1, columns)  # |-2**31| has no int32
                 most = int(moved.max(initial=0))
                 sums[0][some] = _sum(moved, 1, most)
                 sums[1][:] += _sum(moved, 0, most)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edge_client.blocks import Blocks
 from edge_client.bundle import F32
 from edge_client.methods.lattice import grid
-from edge_client.methods.lattice.grid import U32, Counts, History, added, trainable
+from edge_client.methods.lattice.grid import U32, Counts, History, add, trainable
 from edge_client.methods.shared.network import Network
 
 
@@ -37,9 +37,8 @@ def live(net: Network) -> NDArray[np.int64]:
 
 def weights(net: Network, unit: F32, counts: Counts) -> F32:
     """The parameters of these counts, float32[d]; they may be infinite. `unit` is float32[tensors]."""
-    part = on_grid(net)
     parameters: F32 = net.model.parameters.copy()
-    part.scatter(added(part, part.gather(parameters), unit, counts), parameters)
+    add(on_grid(net), unit, counts, parameters)
     return parameters
 
 

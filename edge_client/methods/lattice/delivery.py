@@ -16,7 +16,7 @@ from edge_client.bundle import F32
 from edge_client.errors import PayloadError
 from edge_client.methods.lattice import batch_norm, grid
 from edge_client.methods.lattice.coordinates import closeness, on_grid, weights
-from edge_client.methods.lattice.grid import HIGHEST, MIDDLE, Counts, magnitudes, spans
+from edge_client.methods.lattice.grid import HIGHEST, MIDDLE, Counts, spans
 from edge_client.methods.lattice.settings import Settings
 from edge_client.methods.lattice.values import Kept, Received, Record, State, cut
 from edge_client.methods.lattice.wire import DownHead, down_head, read_counts, stale
@@ -45,7 +45,7 @@ def known(settings: Settings, net: Network, base: int, round_: int, low: int, he
         return lattice.whole(tensors)
     first = base if round_ <= net.course.rounds else max(1, min(base, round_ + 1 - settings.window(net.course)))
     fall, rise = closeness(net, first, round_, settings.prune_after)
-    return lattice.down(fall, rise, tensors, magnitudes(held, low))
+    return lattice.down(fall, rise, tensors, held, low)
 
 
 # --- server half

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from edge_kernels import counter
@@ -28,7 +27,6 @@ U32 = NDArray[np.uint32]
 FINEST = 0.02  # of the step of a tensor that moves no more than the average
 SMALLEST = 1e-12  # rms of a network that does not move at all: its steps must not be 0
 HISTORY = 16  # rounds whose changes the server keeps for late devices
-NONE = np.zeros(0, np.uint32)
 MIDDLE = 8  # the level of the first round's moves
 HIGHEST = 16  # the level of the coarsest cells
 MOST = 1 << 30  # of a count, so that no sum of a few of them leaves 32 bits
@@ -78,22 +76,14 @@ def _high(stream: int, count: int, start: int) -> U32:
     return high
 
 
-@lru_cache(maxsize=1)
-def _drawn(stream: int, size: int) -> U32:
-    """The uniform numbers of a round that all its devices share, in units of 2**-32; read-only.
-
-    Kept, because a coordinator needs them for each of its devices.
-    """
-    drawn = np.concatenate([_high(stream, min(BLOCK, size - low), low) for low in range(0, size, BLOCK)] or [NONE])
-    drawn.flags.writeable = False
-    return drawn
-
-
 def dither(a: Assignment, size: int) -> U32:
-    """A device's uniform numbers: the shared ones shifted by its place, so that a cohort's are stratified."""
-    shared = _drawn(_stream(a.course, a.round), size)
-    shifted: U32 = shared + np.uint32((a.place << 32) // a.course.cohort)
-    return shifted
+    """A device's uniform numbers: the round's shifted by its place, so that a cohort's are stratified; of 2**-32."""
+    stream, drawn = _stream(a.course, a.round), np.empty(size, np.uint32)
+    for low in range(0, size, BLOCK):
+        s = slice(low, min(low + BLOCK, size))
+        drawn[s] = _high(stream, s.stop - low, low)
+    drawn += np.uint32((a.place << 32) // a.course.cohort)
+    return drawn
 
 
 def closeness(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]:
@@ -120,11 +110,6 @@ def extra_levels(samples: int, mean: float) -> int:
     return max(0, math.frexp(samples / float(np.float32(mean)))[1] - 4)
 
 
-def magnitudes(counts: Counts, level: int) -> Counts:
-    """|N| in whole moves of a level, as the coder takes what both sides hold."""
-    return np.abs(counts) >> level
-
-
 def moves(part: Blocks, change: F32, factors: NDArray[np.float64], dither: U32, most: int) -> Counts:
     """``floor(change * factor + dither)`` within +-`most`, a factor for each tensor; `dither` in units of 2**-32."""
     out = np.empty(part.size, np.int32)
@@ -136,13 +121,13 @@ def moves(part: Blocks, change: F32, factors: NDArray[np.float64], dither: U32, 
     return out
 
 
-def added(part: Blocks, start: F32, unit: F32, counts: Counts) -> F32:
-    """``start + unit * counts`` with a unit for each tensor, computed in float64; it may be infinite."""
-    out = np.empty(part.size, np.float32)
+def add(part: Blocks, unit: F32, counts: Counts, parameters: F32) -> None:
+    """Add ``unit * counts`` to parameters, with a unit for each tensor, in float64; they may become infinite."""
     with np.errstate(over="ignore"):
-        for s, each in _blocks(part, unit.astype(np.float64)):
-            out[s] = start[s] + each * counts[s]
-    return out
+        for block, place, each in zip(part.blocks, part.places, unit.astype(np.float64), strict=True):
+            for low in range(0, block.size, BLOCK):
+                own = parameters[block.span][low : low + BLOCK]
+                own[:] = own + each * counts[place][low : low + BLOCK]
 
 
 def _blocks(part: Blocks, each: NDArray[np.float64]) -> Iterator[tuple[slice, np.float64]]:
@@ -181,9 +166,9 @@ class History:
     def before(self, counts: Counts, rounds: int) -> Counts:
         """N as it was `rounds` rounds ago."""
         first = int(self.lengths[: len(self.lengths) - rounds].sum())
-        held = counts.astype(np.int64)
+        held: Counts = counts.copy()
         np.subtract.at(held, self.places[first:], self.values[first:])
-        return held.astype(np.int32)
+        return held
 
     def then(self, change: Counts, level: int) -> History:
         """With one round more, and without those that are too old."""

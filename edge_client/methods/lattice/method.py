@@ -61,7 +61,6 @@ from edge_client.methods.lattice.grid import (
     History,
     dither,
     extra_levels,
-    magnitudes,
     moves,
     rms,
     spans,
@@ -138,10 +137,9 @@ class Lattice(Settings):
     def downlink(self, course: Course, round_: int, state: State, record: Record | None) -> Payload:
         return delivery.written(self, course, round_, self.current(course, round_, state), record)
 
-    def known_up(self, net: Network, a: Assignment, held: Counts, level: int) -> Known:
-        """What both sides know of the moves of a device whose N is `held`."""
-        part = on_grid(net)
-        return lattice.up(dither(a, part.size), spans(part), magnitudes(held, level))
+    def known_up(self, net: Network, drawn: NDArray[np.uint32], held: Counts, level: int) -> Known:
+        """What both sides know of the moves of a device whose dither is `drawn` and whose N is `held`."""
+        return lattice.up(drawn, spans(on_grid(net)), held, level)
 
     def exchanged(self, course: Course) -> int:
         return trainable(course.model.manifest).size
@@ -159,7 +157,7 @@ class Lattice(Settings):
         part, data = on_grid(net), bytes_of(payload, MOVES)
         samples = count(payload, "samples", MAX_SAMPLES)
         higher = extra_levels(samples, state.samples) if state.reports else 0
-        gain, moved = read_moves(a, data, self.known_up(net, a, state.counts, state.level + higher))
+        gain, moved = read_moves(a, data, self.known_up(net, dither(a, part.size), state.counts, state.level + higher))
         own_rms = self.read_rms(a, part, payload) if first else None
         statistics = read_statistics(a, state, payload)
         size = len(data) + (payload.arrays[STATISTICS].size if statistics.size else 0)
@@ -324,10 +322,11 @@ class Lattice(Settings):
         else:
             level = received.level + extra_levels(task.samples, received.samples)
             step, share = received.steps, task.samples / received.samples * 2.0 ** (MIDDLE - level)
-        own_moves = moves(part, change, share / step.astype(np.float64), dither(a, part.size), MOST_MOVE)
+        drawn = dither(a, part.size)
+        own_moves = moves(part, change, share / step.astype(np.float64), drawn, MOST_MOVE)
         del change  # the coder takes several times its memory
         head = UpHead(bits.checksum([own_moves]), own.gain)
-        known = self.known_up(net, a, received.counts, level)
+        known = self.known_up(net, drawn, received.counts, level)
         arrays[MOVES] = u8(head.pack() + lattice.encode(own_moves, known))
         if self.buffers(net.model):
             trained = batch_norm.numbers(own.buffers, batch_norm.dither(a, own.buffers.size))

@@ -7,7 +7,6 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from edge_kernels import bits, lattice
 from edge_kernels.codecs import CodecError
 from edge_kernels.lattice_model import Known
@@ -99,7 +98,7 @@ def read_counts(
         change = lattice.decode(coded, known)
     except CodecError as error:
         raise fault(a, base, str(error)) from None
-    counts: Counts = (held + (change.astype(np.int64) << head.low)).astype(np.int32)
+    counts: Counts = held + (change << head.low)  # 32 bits that overflow do not match the checksum
     if bits.checksum([counts, statistics]) != head.crc:
         raise fault(a, base, "counts and statistics do not match their checksum")
     return counts
