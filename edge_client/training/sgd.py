@@ -14,6 +14,7 @@ import numpy as np
 from edge_client.bundle import F32
 from edge_client.errors import ConfigError
 
+_TILE = 1 << 16  # values moved at a time
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam, PyTorch's defaults
 
 
@@ -38,14 +39,15 @@ class Sgd:
             raise ConfigError(f"SGD needs lr >= 0 and 0 <= momentum < 1, got {lr}, {momentum}")
         self.size, self.lr, self.momentum = size, lr, momentum
         self.velocity: F32 = np.zeros(size, np.float32)
-        self._move: F32 = np.empty(size, np.float32)
 
     def step(self, parameters: F32, gradient: F32) -> None:
         _check(self.size, parameters, gradient)
-        self.velocity *= np.float32(self.momentum)
-        self.velocity += gradient
-        np.multiply(self.velocity, np.float32(self.lr), out=self._move)
-        parameters -= self._move
+        for low in range(0, self.size, _TILE):
+            s = slice(low, low + _TILE)
+            velocity = self.velocity[s]
+            velocity *= np.float32(self.momentum)
+            velocity += gradient[s]
+            parameters[s] -= velocity * np.float32(self.lr)
 
 
 class Adam:
