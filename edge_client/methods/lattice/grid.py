@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from edge_kernels import counter
@@ -76,14 +77,26 @@ def _high(stream: int, count: int, start: int) -> U32:
     return high
 
 
-def dither(a: Assignment, size: int) -> U32:
-    """A device's uniform numbers: the round's shifted by its place, so that a cohort's are stratified; of 2**-32."""
-    stream, drawn = _stream(a.course, a.round), np.empty(size, np.uint32)
+def _drawn(stream: int, size: int) -> U32:
+    """The uniform numbers of a round that all its devices share, in units of 2**-32."""
+    drawn = np.empty(size, np.uint32)
     for low in range(0, size, BLOCK):
         s = slice(low, min(low + BLOCK, size))
         drawn[s] = _high(stream, s.stop - low, low)
-    drawn += np.uint32((a.place << 32) // a.course.cohort)
     return drawn
+
+
+_kept = lru_cache(maxsize=1)(_drawn)
+
+
+def dither(a: Assignment, size: int, keep: bool = False) -> U32:
+    """A device's uniform numbers: the shared ones shifted by its place, so that a cohort's are stratified.
+
+    `keep` keeps the shared ones: a coordinator needs them for each of its devices.
+    """
+    shared = (_kept if keep else _drawn)(_stream(a.course, a.round), size)
+    shifted: U32 = shared + np.uint32((a.place << 32) // a.course.cohort)
+    return shifted
 
 
 def closeness(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U32]:

@@ -157,7 +157,8 @@ class Lattice(Settings):
         part, data = on_grid(net), bytes_of(payload, MOVES)
         samples = count(payload, "samples", MAX_SAMPLES)
         higher = extra_levels(samples, state.samples) if state.reports else 0
-        gain, moved = read_moves(a, data, self.known_up(net, dither(a, part.size), state.counts, state.level + higher))
+        known = self.known_up(net, dither(a, part.size, keep=True), state.counts, state.level + higher)
+        gain, moved = read_moves(a, data, known)
         own_rms = self.read_rms(a, part, payload) if first else None
         statistics = read_statistics(a, state, payload)
         size = len(data) + (payload.arrays[STATISTICS].size if statistics.size else 0)
