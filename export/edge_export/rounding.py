@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 EPS = float(torch.finfo(torch.float32).eps)
 _OF_ONE = ("aten::sigmoid", "aten::sigmoid_")  # ONNX Runtime's is exact to roundings of one, not of its value
 _OF_SUMS = ("aten::mean", "aten::var_mean")  # an engine rounds the sum of equal values, whose mean is exact
+_LANES = 64  # sums that ONNX Runtime adds side by side; within one, equal values are all rounded the same way
 
 
 def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
@@ -39,7 +40,7 @@ _APART: dict[Any, Callable[..., Any]] = {
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, each float64 result of an operator is one float32 rounding up or down, and then a float32."""
+    """While active, each float64 result of an operator is a float32, one rounding up or down, a mean several."""
 
     def __init__(self, random: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,16 +56,17 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return made  # a view
         name = func._schema.name
-        rounded = [self._rounded(t, name in _OF_ONE, name in _OF_SUMS) for t in plain]
+        terms = args[0].numel() / max(plain[0].numel(), 1) if name in _OF_SUMS else 0.0
+        rounded = [self._rounded(t, name in _OF_ONE, terms) for t in plain]
         for t, r in zip(plain, rounded, strict=True):
             if r is not t:
                 t.copy_(r)
         return made
 
-    def _rounded(self, value: Any, of_one: bool, of_sums: bool) -> Any:
+    def _rounded(self, value: Any, of_one: bool, terms: float) -> Any:
         if not isinstance(value, Tensor) or value.dtype != torch.float64 or not value.numel():
             return value
-        exact = value == 0 if of_sums else value.float().double() == value
+        exact = value == 0 if terms else value.float().double() == value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.random) - 1
-        moved = value + signs * EPS * (1.0 if of_one else value.abs())
+        moved = value + signs * max(1.0, terms / _LANES) * EPS * (1.0 if of_one else value.abs())
         return torch.where(exact | ~value.isfinite(), value, moved.float().double())
