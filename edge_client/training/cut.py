@@ -2,9 +2,10 @@
 
 `edge_client.narrow` gives the entries of each parameter that stay. `cut_rules` follows them through the graph, with a
 rule for each operator: which entries of each axis of a value stay. The exporter writes sizes as constants, such as the
-target of a `Reshape`; these are rewritten, and so are constant tensors that meet a cut value. A sum or a product over
+target of a `Reshape`; these are rewritten, and so are constant tensors that meet a cut value. A product that sums over
 an axis that loses entries is cut only where both factors lose the same ones, or where a parameter loses them, which is
-zero there. So for values that are zero in all that was cut, every number that stays is the whole graph's.
+zero there. A plain sum leaves them out, and the export offers only groups of which it adds nothing (`group_trial`). So
+for values that are zero in all that was cut, every number that stays is the whole graph's.
 
 An operator without a rule, and one that would mix the channels of a group, is refused if a cut value reaches it.
 """

@@ -26,7 +26,8 @@ Mask = NDArray[np.bool_] | None
 def named(g: Cut, node: NodeProto) -> list[Axes]:
     """An operator that keeps axes together: what one input lost of an axis is taken out of the others.
 
-    Not of an axis that is summed over: there all must have lost the same, or the others what a parameter lost.
+    Not of an axis that a product sums over: there all must have lost the same, or the others what a parameter lost. A
+    plain sum leaves out what was lost; the export's trial shows whether that was zero.
     """
     listed = None
     if node.op_type.startswith("Reduce"):
@@ -39,7 +40,7 @@ def named(g: Cut, node: NodeProto) -> list[Axes]:
         for key, stays in zip(names, g.stays(name), strict=True):
             if stays is not None:
                 left[key] = left.get(key, stays) & stays
-    if (known.whole | {None}) & left.keys() and not _adds_products(g, node):
+    if (known.whole | {None}) & left.keys() and node.op_type != "ReduceSum":
         raise refusal(node, "works along the axis of the channels")
     summed = left.keys() - set(known.output) - _lost_by_parameters(g, node, known.inputs, left)
     for k, names in enumerate(known.inputs):
@@ -61,19 +62,6 @@ def _lost_by_parameters(
         if name in g.parameters:
             found |= {k for k, stays in zip(names, g.stays(name), strict=True) if equal((left.get(k),), (stays,))}
     return found
-
-
-def _adds_products(g: Cut, node: NodeProto) -> bool:
-    """Whether `node` sums a product of two values that lost the same channels: the whole sum, as both are zero there.
-
-    It is the gradient of a parameter that all channels share. That of a PReLU's one slope is summed where its input is
-    negative.
-    """
-    makers = {v: made for made in g.nodes for v in made.output}
-    made = makers.get(node.input[0]) if node.op_type == "ReduceSum" else None
-    if made is not None and made.op_type == "Where" and made.input[1] in g.constants:
-        made = makers.get(made.input[2])
-    return made is not None and made.op_type == "Mul" and equal(*map(g.stays, made.input))
 
 
 def _conv(g: Cut, node: NodeProto) -> list[Axes]:

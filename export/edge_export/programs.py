@@ -25,7 +25,7 @@ from edge_export.dropout import Drops, repeatable
 from edge_export.modes import duplicate, in_training, slow_paths
 from edge_export.proof import DRAWS, Arrays, Best
 from edge_export.refusals import reason
-from edge_export.rewriting import Rewriting, distances
+from edge_export.rewriting import Rewriting, distances, weight_norm
 from edge_export.witness import Step, Witness
 
 TRAIN, EVAL = "model.pt2", "model-eval.pt2"
@@ -94,7 +94,7 @@ def _traceable(module: nn.Module) -> nn.Module:
 
     def forward(x: Tensor, key: Tensor | None = None) -> Tensor:
         drops = {} if key is None else repeatable(Drops(key))
-        with Rewriting({torch.cdist: distances, **drops}), _in_place(module):
+        with Rewriting({torch.cdist: distances, torch._weight_norm: weight_norm, **drops}), _in_place(module):
             made: Tensor = author(x)
         return made
 

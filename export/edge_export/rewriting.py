@@ -72,6 +72,7 @@ def shared_table() -> dict[Any, Callable[..., Any]]:
         Tensor.unfold: unfold,
         f.embedding_bag: embedding_bag,
         torch.cdist: distances,
+        torch._weight_norm: weight_norm,
         f.grid_sample: _sampled("grid_sample"),
         f.affine_grid: _sampled("affine_grid"),
         torch._VF._pack_padded_sequence: recurrence.packed,
@@ -168,6 +169,12 @@ def distances(one: Tensor, two: Tensor, p: float = 2.0, compute_mode: str | None
     """`torch.cdist`: [..., a, f] and [..., b, f] to [..., a, b]."""
     made: Tensor = torch.linalg.vector_norm(one.unsqueeze(-2) - two.unsqueeze(-3), p, -1)
     return made
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`torch._weight_norm`; of a row of zeros, as a pruned channel has, it makes zeros and not NaN."""
+    square = (v * v).sum([i for i in range(v.ndim) if dim < 0 or i != dim], keepdim=True)
+    return v * (g / torch.where(square == 0, 1.0, square).sqrt())
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:

@@ -90,9 +90,9 @@ operator or the reason. These can be cut: linear layers, embeddings, convolution
 groups, and transposed; with any padding), batch-norms, sums and shortcuts padded with channels, shuffles, heads of an
 attention, also behind padding masks, rotary positions, places beside the queries and learned queries, maxima and
 weighted sums over steps, lengths and distances, layers that gates weigh, weights computed of others (the rows of
-standardised filters, mixtures of kernels, prototypes of length 1), and units of LSTM, GRU and RNN, alike in both
-directions, or of loops over their cells. The channels that a group norm takes together leave together; under a norm
-over all channels none leaves. If all groups together fail, each is tried with those kept before it.
+standardised filters, `weight_norm`, mixtures of kernels, prototypes of length 1), and units of LSTM, GRU and RNN,
+alike in both directions, or of loops over their cells. The channels that a group norm takes together leave together;
+under a norm over all channels none leaves. If all groups together fail, each is tried with those kept before it.
 
 A test compares the table with trial runs. A trial covers operators that the table lacks, but it runs each many
 times on values of full size, too slow for a device that cuts a graph of 1,700 nodes in the middle of a federation. The
