@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,6 +24,7 @@ from edge_client.training.narrowed import Embedded
 
 torch = pytest.importorskip("torch")
 from edge_export import export_bundle  # noqa: E402
+from edge_export.group_trial import opened, unlike  # noqa: E402
 from edge_export.groups import _without  # noqa: E402
 from exported import SHARED, exported  # noqa: E402
 from torch import Tensor as T  # noqa: E402
@@ -504,6 +506,28 @@ def test_channels_whose_sum_counts_what_they_emit_at_zero_form_no_group(
     m = bundle_of(_Sums(activation), (6, 3), tmp_path).manifest
     assert {g.name: g.size for g in m.groups} == groups
     assert groups or m.stopped == ("q: a sum over its channels counts what they emit at zero",)
+
+
+class _Jumping:
+    """A session whose gradients are off in some of its runs, as where a deep network's activations turn."""
+
+    def __init__(self, graph: onnx.ModelProto, runs: set[int]) -> None:
+        self.session, self.runs, self.count = opened(graph), runs, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def run(self, outputs: list[str], given: dict[str, np.ndarray]) -> list[np.ndarray]:
+        found, self.count = self.session.run(outputs, given), self.count + 1
+        off = [name.startswith("grad:") and self.count in self.runs for name in outputs]
+        return [1.1 * value if wrong else value for value, wrong in zip(found, off, strict=True)]
+
+
+def test_a_gradient_that_jumps_in_one_draw_of_several_drops_no_group() -> None:
+    bundle = exported("mlp").bundle
+    m, graph = bundle.manifest, onnx.load(bundle.part("train.onnx"))
+    assert not unlike(m, graph, _Jumping(graph, {5}), m.groups)  # type: ignore[arg-type]
+    assert "at zero" in unlike(m, graph, _Jumping(graph, {2, 5}), m.groups)  # type: ignore[arg-type]
 
 
 class _LinearAttention(nn.Module):
