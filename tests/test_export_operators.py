@@ -286,6 +286,19 @@ class _Marked(Tensor):
     pass
 
 
+class _Bound(nn.Module):
+    """A layer that forward calls through a function, which a copy of the module shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.layer = nn.Linear(6, 6)
+        self.run = lambda x: layer(x).relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.run(x)
+        return made
+
+
 class _Doubled(nn.Linear):
     def __init__(self) -> None:
         super().__init__(5, 3)
@@ -418,6 +431,8 @@ REFUSED = {
     ),
     "a scripted module": (
         nn.Sequential(nn.Linear(5, 6), torch.jit.script(nn.Linear(6, 3))), "module '1' is a TorchScript.*without"),
+    "a function that holds a layer": (
+        nn.Sequential(nn.Linear(5, 6), _Bound(), nn.Linear(6, 3)), "^attribute '1.run' is a function .*; make it a"),
     "a compiled module": (torch.compile(nn.Linear(5, 3)), "is compiled; .*without torch.compile"),
     "an old function": (Odd(lambda _, y: _Sign.apply(y)), r"autograd.Function of the old form.*setup_context"),
     "an input in place": (_Doubled(), r"forward \(.*'x.mul_\(2\)'\) changes a tensor in place.* x = x.clone\(\)"),

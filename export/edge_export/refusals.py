@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import signature
+from inspect import getclosurevars, signature
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -110,6 +111,13 @@ def refuse_parts(module: nn.Module) -> None:
                 )
             if isinstance(value, Tensor):
                 _refuse_odd(value, f"tensor {name!r}")
+        for name, value in vars(part).items():
+            held = getclosurevars(value).nonlocals.values() if isinstance(value, FunctionType) else ()
+            if any(isinstance(layer, nn.Module) for layer in held):
+                raise ModelError(
+                    f"attribute {'.'.join(filter(None, (path, name)))!r} is a function that holds a layer, and in a "
+                    "copy of the module, as the export runs, it would run the first one's; make it a method"
+                )
         if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(f"{named(path)} is a TorchScript module; give the module itself, without torch.jit")
         if hasattr(part, "_orig_mod"):
