@@ -58,7 +58,7 @@ def tables(module: nn.Module, example: Tensor, init: InitScheme, trainable: Coll
         raise ModelError(
             "the module has no linear, convolution or LSTM layer that its forward pass runs and whose weight is a "
             "parameter; one that is computed (weight_norm, prune) becomes one by torch.nn.utils.prune.remove or "
-            "parametrize.remove_parametrizations"
+            "parametrize.remove_parametrizations, and a parameter of your own as the weight of a torch.nn.Linear"
         )
     weights = list(dict.fromkeys(name for layer in layers for name in layer.weights))
     order = [*weights, *(name for name in values if name not in weights)]
