@@ -132,8 +132,13 @@ class _Shown(Repr):
 
 
 _TABLE = "give a table, which is an object in JSON"
-_IN_TOML_AND_JSON = {"tuple_type": "give a list, in brackets", "dict_type": _TABLE, "model_attributes_type": _TABLE}
-"""What is said in place of Python's types, by the kind of fault."""
+_WORDS = {
+    "missing": "it is missing",
+    "tuple_type": "give a list, in brackets",
+    "dict_type": _TABLE,
+    "model_attributes_type": _TABLE,
+}
+"""What is said in place of pydantic's words, by the kind of fault."""
 _SHOWN = _Shown()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100  # characters of a value in a sentence
 
@@ -169,7 +174,7 @@ def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()
     value = "" if unseen or tables else f" = {_SHOWN.repr(first['input'])}"  # tables fill a screen
     why = first["msg"].removeprefix("Value error, ")  # pydantic's, before a validator's own sentence
     why = SENTENCES.get(first.get("ctx", {}).get("pattern", ""), why)
-    why = _IN_TOML_AND_JSON.get(first["type"], why)
+    why = _WORDS.get(first["type"], why)
     if first["type"] == "extra_forbidden":
         why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")
     return f"{where}{value}: {why}"

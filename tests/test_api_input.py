@@ -232,14 +232,17 @@ def test_every_other_error_is_a_problem_too(tmp_path: Path) -> None:
         for body, shown in ((b"[]", "[]"), (b"null", "null"), (b"true", "true")):
             listed = refused(await fleet.operator("POST", "/v1/federations", typed, content=body), "bad-message")
             assert listed.startswith(f"body = {shown}: give a table, which is an object in JSON; ")
+        lacking = refused(await fleet.operator("POST", "/v1/federations", typed, content=b"{}"), "bad-message")
+        assert lacking.startswith("body.name: it is missing; ")
         untyped = refused(await fleet.operator("POST", "/v1/federations", content=b"{"), "bad-message")
         assert "the message has no Content-Type; send" in untyped
         refused(await fleet.operator("POST", "/v1/federations", content=b" " * (JSON_LIMIT + 1)), "too-large")
         for token in ("", "x", "é"):
             shown = {"Authorization": f"Bearer {token}".encode("latin-1")}
-            refused(await fleet.http.get("/v1/federations", headers=shown), "unauthorized")
+            detail = refused(await fleet.http.get("/v1/federations", headers=shown), "unauthorized")
+            assert "the one sent is not valid" in detail
         answer = await fleet.http.get("/v1/federations")
-        refused(answer, "unauthorized")
+        assert "none was sent" in refused(answer, "unauthorized")
         assert answer.headers["www-authenticate"] == "Bearer"
 
     play(tmp_path, script)

@@ -310,9 +310,9 @@ def test_a_function_returns_each_device_s_own_arrays_which_are_cut_as_the_device
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return 5", "returned a int; return a mapping with x, y"),
-        ("return {}", "returned a dict of 0"),
-        ("return X, Y, Y", "returned a tuple of 3"),
+        ("return 5", "returned a value of type int; return a mapping with x, y"),
+        ("return {}", "returned a value of type dict of 0"),
+        ("return X, Y, Y", "returned a value of type tuple of 3"),
         ("return {'X': X, 'y': Y}", r"keys \['X', 'y'\]"),
         ("return {'x': X, 'y': Y, 'own': Y}", "holds .'own'.; known are x, y, owner.*did you mean 'owner'"),
         ("return {'x': X, 'y': Y[:4]}", "give one label a sample"),

@@ -188,7 +188,7 @@ def test_random_weights_are_named_too_when_the_function_sets_a_seed_of_its_own(
     ("text", "words"),
     [
         ("def build():\n    return nn.Linear(3)\n", r"model\.py, line 3, in build: 'return nn.Linear\(3\)': TypeError"),
-        ("def build():\n    return 7\n", "returned a int; it must return a torch.nn.Module"),
+        ("def build():\n    return 7\n", "returned a value of type int; it must return a torch.nn.Module"),
         ("def biuld():\n    pass\n", r"no callable 'build'; define a function that returns.*did you mean 'biuld'\?"),
         (
             "class Net(nn.Module):\n    def forward(self, x):\n        return self.layer(x)\n"

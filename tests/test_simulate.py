@@ -436,7 +436,7 @@ def test_a_wrong_method_is_named_before_bundle_and_data_are_opened(tmp_path: Pat
     for twice_or_none in (" , ", "fedavg,fedavg"):
         with pytest.raises(ConfigError, match=r"--method .*name each one once"):
             simulate_cli.simulate(file, method=twice_or_none)
-    with pytest.raises(ConfigError, match=r"name a TOML file, e\.g\. benchmarks/configs/"):
+    with pytest.raises(ConfigError, match=r"name a TOML file; `maskfleet new FOLDER` writes one"):
         simulate_cli.simulate(method="fedmask")
 
 
@@ -562,7 +562,7 @@ def test_labels_are_printed_drawn_and_written_without_a_run(tmp_path: Path, caps
     file.write_text(file.read_text().replace("[methods.standalone]\n", ""))
     simulate_cli.simulate(file, labels=True)
     assert "3 devices: " in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"one for each method; write one \(`simulate` also takes --method\)"):
+    with pytest.raises(ConfigError, match=r"needs a table \[methods\.NAME\] for each method; add one"):
         simulate_cli.simulate(file)
 
 

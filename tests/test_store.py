@@ -593,7 +593,9 @@ def test_a_driver_that_lacks_its_library_says_so(tmp_path: Path, monkeypatch: py
         raise ImportError("no pq wrapper available.\nAttempts made:\n- couldn't import psycopg 'c' implementation")
 
     monkeypatch.setattr("coord_server.store.database.create_engine", lacking)
-    with pytest.raises(ConfigError, match=r"^--database: no pq wrapper available; install this database driver$"):
+    with pytest.raises(
+        ConfigError, match=r"^--database: no pq wrapper available; run: pip install 'psycopg\[binary\]'$"
+    ):
         open_store(tmp_path / "data", "postgresql+psycopg://h/x")
 
 

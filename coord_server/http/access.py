@@ -163,8 +163,9 @@ def check_reads(request: Request) -> None:
     """Refuse all but a viewer and the operator. Raises Refusal."""
     call: Call = request.scope[CALL]
     if call.role is None:
-        how = "send Authorization: Bearer TOKEN; `maskfleet serve` prints where it is"
-        raise Refusal("unauthorized", f"this needs the operator's token: {how}")
+        said = "the one sent is not valid" if "authorization" in request.headers else "none was sent"
+        how = "send Authorization: Bearer TOKEN, with the token whose file `maskfleet serve` names at its start"
+        raise Refusal("unauthorized", f"this needs the operator's token, and {said}; {how}")
 
 
 Operated = Annotated[Coordinator, Depends(operator)]

@@ -43,7 +43,7 @@ class Database:
             raise ConfigError(f"--database: {error}; give a URL like postgresql+psycopg://USER@HOST/NAME") from None
         except ImportError as error:
             lacks = f"{error.name} is not installed" if error.name else str(error).partition("\n")[0].rstrip(".")
-            raise ConfigError(f"--database: {lacks}; install this database driver") from None
+            raise ConfigError(f"--database: {lacks}; run: pip install 'psycopg[binary]'") from None
         self._postgresql = self.engine.dialect.name == "postgresql"
         if self.engine.dialect.name == "sqlite":
             if self.engine.url.database in (None, "", ":memory:"):

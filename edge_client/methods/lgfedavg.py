@@ -74,7 +74,9 @@ class LGFedAvg(Coded):
         """The weights and biases that stay global. Raises ConfigError when no layer would be local."""
         layers = model.manifest.layers
         if self.num_layers >= len(layers):
-            raise ConfigError(f"num_layers = {self.num_layers}, but the model has {len(layers)}; leave some local")
+            raise ConfigError(
+                f"num_layers = {self.num_layers} of {len(layers)} layers would leave none local; give less"
+            )
         names = {n for layer in layers[-self.num_layers :] for n in (*layer.weights, *layer.biases)}
         return tensors(model.manifest, names)
 

@@ -54,7 +54,7 @@ def export_factory(
     with authored.theirs(place):
         module = build()
     if not isinstance(module, torch.nn.Module):
-        raise ConfigError(f"{place} returned a {type(module).__name__}; it must return a torch.nn.Module")
+        raise ConfigError(f"{place} returned a value of type {type(module).__name__}; it must return a torch.nn.Module")
     found = "" if seed is not None else drawn(build, module, init)
     example = torch.zeros((2, *shape), dtype=getattr(torch, dtype))
     return export_bundle(

@@ -202,7 +202,7 @@ def returned(factory: Callable[..., Any], place: str, arguments: Mapping[str, An
 
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if hasattr(value, "__len__") else "")
+    return f"a value of type {type(value).__name__}" + (f" of {len(value)}" if hasattr(value, "__len__") else "")
 
 
 def _arrays(found: Mapping[str, Any], what: str) -> dict[str, NDArray[Any]]:

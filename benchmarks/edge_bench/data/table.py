@@ -197,7 +197,7 @@ def _plain(value: Any) -> Any:
 def _here(config: DataConfig) -> Path:
     """The path of a user's own data. Raises ConfigError."""
     if config.path is None:
-        raise ConfigError(f'data set "{config.name}" needs `path`')
+        raise ConfigError(f'data set "{config.name}" needs `path`; add it under [data]')
     return config.path
 
 

@@ -117,7 +117,7 @@ def simulate(
         typer.echo(json.dumps(result.SimulationResult.model_json_schema(), indent=1))
         return
     if config is None:
-        raise ConfigError("simulate: name a TOML file, e.g. benchmarks/configs/har_fedmask.toml")
+        raise ConfigError("simulate: name a TOML file; `maskfleet new FOLDER` writes one")
     check_writable(json_file, source=config)
     check_plot(plot, json_file)
     if labels:  # nothing is trained, so the file needs no methods

@@ -79,9 +79,7 @@ def read_config(data: Mapping[str, Any], folder: Path = Path()) -> SimulationCon
     """
     tables = data.get("methods")
     if "method" in data or not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
-        raise ConfigError(
-            "a simulation has [methods.NAME] tables, one for each method; write one (`simulate` also takes --method)"
-        )
+        raise ConfigError("a simulation needs a table [methods.NAME] for each method; add one, or give --method")
     models: dict[str, type[BaseModel]] = {"data": DataConfig, "export": ExportConfig}
     checked: dict[str, BaseModel] = {}
     for name, model in models.items():  # apart, so that a key is suggested from its own table
