@@ -138,7 +138,7 @@ def test_a_refused_update_is_not_read(tmp_path: Path) -> None:
         ({"backend": "abacus"}, "bad-config", "leave `backend` out and join with --backend"),
         ({"backend": "torch"}, "bad-config", "needs model-eval.pt2, model.pt2 of bundle 'small'"),
         ({"bundle": "0" * 64}, "not-found", "POST its manifest"),
-        ({"bundle": "short"}, "bad-message", "bundle = 'short': 64 lower-case hexadecimal digits are due; correct"),
+        ({"bundle": "short"}, "bad-message", "bundle = 'short': it must be 64 lower-case hexadecimal digits; correct"),
         ({"rounds": 0}, "bad-message", "rounds"),
         ({"rounds": True}, "bad-message", "rounds = true: "),
         ({"rounds": None}, "bad-message", "rounds = null: "),

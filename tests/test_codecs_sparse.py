@@ -62,9 +62,9 @@ def test_contexts_make_positions_and_signs_cheaper_and_come_back() -> None:
 
 def test_more_positions_than_the_fraction_allows_are_refused() -> None:
     data = values.encode("topk:1", V, 0)
-    with pytest.raises(CodecError, match="5 values are sent where at most 2 are due"):
+    with pytest.raises(CodecError, match="5 values are sent, at most 2 are allowed"):
         values.decode("topk:0.3", data, 6, 0)
-    with pytest.raises(CodecError, match="3 values are sent where at most 2 are due"):  # 2.5 is rounded to 2
+    with pytest.raises(CodecError, match="3 values are sent, at most 2 are allowed"):  # 2.5 is rounded to 2
         values.decode("stc:0.5", values.encode("stc:0.6", V[1:], 0), 5, 0)
 
 

@@ -163,9 +163,9 @@ def test_a_device_without_the_units_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"parameters": np.zeros(M.d, np.float32)}, "float32 values are due"),
+        ({"parameters": np.zeros(M.d, np.float32)}, "it must be .* float32 values"),
         ({"parameters": np.full(parameters_with(M, [5, 4]), np.inf, np.float32)}, "NaN or infinity"),
-        ({"buffers": np.zeros(1, np.float32)}, "float32 values are due"),
+        ({"buffers": np.zeros(1, np.float32)}, "it must be .* float32 values"),
         ({"units": whole(M).packed}, "units"),
     ],
 )

@@ -553,7 +553,7 @@ MALFORMED = {
     "an unused bit set": (bad(GOOD, {"changes.bits": np.array([0b1101], np.uint8)}), "unused"),
     "too many bytes": (bad(GOOD, {"changes.bits": np.zeros(2, np.uint8)}), "cannot be decoded"),
     "another dtype": (bad(GOOD, {"changes.bits": np.zeros(1, np.int8)}), "int8"),
-    "a greedy structure": (update([1, 1, 1, 1, 0, 0], [1, 0, 1]), r"keeps \[4\] elements, \[3\] are due"),
+    "a greedy structure": (update([1, 1, 1, 1, 0, 0], [1, 0, 1]), r"keeps \[4\] elements; it must keep \[3\]"),
     "a structure of another size": (bad(GOOD, {"structure.bits": np.zeros(2, np.uint8)}), r"uint8\[2\]"),
     "a structure of another dtype": (bad(GOOD, {"structure.bits": np.zeros(1, np.float32)}), "float32"),
     "another structure than it names": (bad(GOOD, structure="0" * 16), "structure"),

@@ -392,8 +392,8 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_
         ({"methods": {}}, "methods"),
         ({"alchemy": 9}, "alchemy = 9: there is no such setting$"),
         ({"round": 9}, "round = 9: there is no such setting; did you mean 'rounds'\\?"),
-        ({"method": {"name": "fedavg"}}, r"has \[methods.NAME\] tables, one for each method"),
-        ({"methods": [{"name": "fedavg"}]}, r"has \[methods.NAME\] tables, one for each method"),
+        ({"method": {"name": "fedavg"}}, r"needs a table \[methods.NAME\] for each method"),
+        ({"methods": [{"name": "fedavg"}]}, r"needs a table \[methods.NAME\] for each method"),
         ({"data": {"name": "imagenet"}}, "imagenet"),
     ],
 )

@@ -40,7 +40,7 @@ def _of_a_token(given: str) -> str:
     """The id of a token: of one that is given whole only the id is sent, because servers log addresses."""
     id_ = token_id(hashed(given)) if re.fullmatch(DIGEST, given) else given
     if not re.fullmatch(TOKEN_ID, id_):
-        raise typer.BadParameter(f"this is neither a token nor its id: {SENTENCES[TOKEN_ID]}")
+        raise typer.BadParameter(f"this is neither a token nor the id of one: {SENTENCES[TOKEN_ID]}")
     return id_
 
 

@@ -166,7 +166,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     except ValueError:
         found = (0,)
     if min(found) < 1:
-        raise ConfigError(f"{option} {text}: numbers from 1 up with commas between are due")
+        raise ConfigError(f"{option} {text}: give numbers from 1 up, with commas between")
     return found
 
 

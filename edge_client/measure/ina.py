@@ -230,7 +230,7 @@ def find_ina3221(options: Options, opens: Callable[[int], Bus] = open_bus) -> Me
     shunt = number(options, "shunt", 0.1, most=OHMS_MOST)
     text = options.get("channels", "123")
     if not text or set(text) - set("123"):
-        raise ConfigError(f"channels={text}: some of 1, 2 and 3 are due, like 13")
+        raise ConfigError(f"channels={text}: give some of 1, 2 and 3, like 13")
     channels = tuple(sorted({int(c) for c in text}))
 
     def known(chip: Chip) -> bool:

@@ -203,7 +203,7 @@ class FedCode(LocalSgd):
         """The codebook: 1 to `clusters` ascending values. Raises PayloadError."""
         size = len(found) if (found := payload.arrays.get("codebook")) is not None and found.ndim == 1 else 0
         if not 1 <= size <= self.clusters:
-            raise PayloadError(f"the codebook has {size} values; 1 to {self.clusters} are due")
+            raise PayloadError(f"the codebook has {size} values; it must have 1 to {self.clusters}")
         codebook = vector(payload, "codebook", size)
         if not (codebook[1:] > codebook[:-1]).all():
             raise PayloadError("the values of the codebook do not ascend")

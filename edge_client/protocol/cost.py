@@ -71,7 +71,7 @@ def from_header(text: str) -> Cost:
     """The figures of a header. Raises PayloadError."""
     parts = text.split(",") if len(text) <= HEADER_MOST else []
     if len(parts) not in (len(UNITS), len(_FIELDS)):
-        raise PayloadError(f"{COST_HEADER} = {text[:HEADER_MOST]!r}; {', '.join(UNITS)} are due, with commas between")
+        raise PayloadError(f"{COST_HEADER} = {text[:HEADER_MOST]!r}; send {', '.join(UNITS)}, with commas between")
     if not all(FIGURE.fullmatch(part) for part in parts if part):
         raise PayloadError(f"{COST_HEADER} = {text!r} holds a figure that is no number")
     try:

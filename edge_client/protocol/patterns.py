@@ -11,7 +11,7 @@ TOKEN_DIGITS = 16  # of a token's SHA-256: they name it without showing it
 TOKEN_ID = rf"^[0-9a-f]{{{TOKEN_DIGITS}}}$"
 SENTENCES = {
     NAME: "a name has letters, digits, '.', '_' and '-', 64 at most, and begins with a letter or digit",
-    DIGEST: "64 lower-case hexadecimal digits are due",
-    TOKEN_ID: f"{TOKEN_DIGITS} lower-case hexadecimal digits are due",
+    DIGEST: "it must be 64 lower-case hexadecimal digits",
+    TOKEN_ID: f"it must be {TOKEN_DIGITS} lower-case hexadecimal digits",
 }
 """What is said of a value that does not match, by pattern."""

@@ -65,7 +65,7 @@ def vector(payload: Payload, name: str, size: int) -> NDArray[np.float32]:
     found = payload.arrays.get(name)
     said = "missing" if found is None else f"{found.dtype}{list(found.shape)}"
     if found is None or found.dtype != np.float32 or found.shape != (size,):
-        raise PayloadError(f"array {name!r} is {said}; {size} finite float32 values are due")
+        raise PayloadError(f"array {name!r} is {said}; it must be {size} finite float32 values")
     if not np.isfinite(found).all():
         raise PayloadError(f"array {name!r} holds NaN or infinity; lower the learning rate")
     return found

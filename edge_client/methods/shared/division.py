@@ -52,7 +52,7 @@ class Division:
         live = np.ones(self.masked.size, np.bool_)
         live[self.prunable] = bitset.unpack(structure, self.pruned)
         if (counts := tuple(int(np.count_nonzero(live[g])) for g in self.groups)) != self.kept:
-            raise ValueError(f"the structure keeps {list(counts)} elements, {list(self.kept)} are due")
+            raise ValueError(f"the structure keeps {list(counts)} elements; it must keep {list(self.kept)}")
         return live
 
     def choose(self, rank: F32) -> Packed:

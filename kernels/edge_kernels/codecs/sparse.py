@@ -137,5 +137,5 @@ def read_positions(reader: Reader, d: int, most: int, contexts: Contexts | None 
     """What `write_positions` wrote, at most `most` positions. Raises CodecError."""
     positions = auto.decode(reader.framed(), d, contexts)
     if len(positions) > most:
-        raise CodecError(f"{len(positions)} values are sent where at most {most} are due; the payload is damaged")
+        raise CodecError(f"{len(positions)} values are sent, at most {most} are allowed; the payload is damaged")
     return positions
