@@ -152,6 +152,11 @@ def test_a_certificate_out_of_its_time_points_to_the_clock(said: str, advice: st
     assert broken(error).count("; ") == 1
 
 
+def test_https_to_a_server_without_tls_points_to_the_address() -> None:
+    error = httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)")
+    assert "is its address http:// and not https://?" in broken(error)
+
+
 @pytest.mark.parametrize("what", ["report", "payload", "part"])
 def test_the_web_page_of_a_network_that_asks_to_log_in_is_waited_out(tmp_path: Path, what: str) -> None:
     page = httpx.Response(200, headers={"Content-Type": "Text/HTML"}, text="<html>log in</html>")

@@ -148,6 +148,8 @@ class Limit(Timer):
 def broken(error: Exception) -> str:
     """Why a request got no answer, in words."""
     text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if "WRONG_VERSION_NUMBER" in text:
+        return f"{text}; the server does not speak TLS there: is its address http:// and not https://?"
     if "CERTIFICATE_VERIFY_FAILED" not in text:
         return text
     if "expired" in text or "not yet valid" in text:

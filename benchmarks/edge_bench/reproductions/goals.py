@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from edge_client import toml
 from edge_client.errors import ConfigError, first_fault
 
-HEAD = ("what", "row", "due", "is", "met")
+HEAD = ("what", "row", "goal", "measured", "met")
 
 
 class Goal(BaseModel):
