@@ -655,7 +655,7 @@ def test_a_name_is_the_shortest_that_no_other_file_has() -> None:
         (["digit"], "did you mean 'digits'?"),
         ([DIGITS, "--runner", "x"], "--runner is for a phone; name it with --adb"),
         ([DIGITS, "--shape", "1,64"], "--shape goes with model files"),
-        ([__file__, "--shape", "1,x"], "--shape 1,x: numbers from 1 up"),
+        ([__file__, "--shape", "1,x"], "--shape 1,x: give numbers from 1 up"),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_a_sentence(words: list[Any], why: str) -> None:
