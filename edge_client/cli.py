@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from edge_client.align import Align
 from edge_client.commands.exit_codes import ExitCode, exit_code
 from edge_client.commands.stopping import end_on_signals
 from edge_client.errors import MaskfleetError
@@ -64,7 +65,7 @@ def join(
         str, typer.Option(help="Energy meter: auto, none, or one that `maskfleet bench meters` lists.")
     ] = "auto",
     align: Annotated[
-        str, typer.Option(help="Widths of the personal model's layers: rule, auto (measured here), none, or N.")
+        Align, typer.Option(help="Widths of the personal model's layers: by a rule, as masked, or measured here.")
     ] = "rule",
     log_format: Annotated[
         Literal["text", "json"] | None,
@@ -81,7 +82,6 @@ def join(
     Can be stopped at any time, by Ctrl-C or by pulling the plug: the same command resumes.
     """
     end_on_signals()
-    from edge_client.align import align_of
     from edge_client.device.client import Client  # numpy and httpx only now: --help stays fast
     from edge_client.logs import set_up
 
@@ -100,7 +100,7 @@ def join(
         out=out,
         personalise=personalise,
         max_parameters=max_parameters,
-        align=align_of(align),
+        align=align,
         secret=secret,
         meter=meter,
     )

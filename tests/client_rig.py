@@ -173,7 +173,7 @@ def conclude(
     personal: Personal,
     path: Path,
     threads: int,
-    align: str | int = "none",
+    align: str = "none",
     facts: Mapping[str, str | int] = MappingProxyType({}),
 ) -> Report:
     """Stands for compaction and measurement: the graph of this model was never exported."""

@@ -18,7 +18,7 @@ from edge_client.compaction.command import compact
 from edge_client.compaction.personal import write_personal
 from edge_client.device.client import Client
 from edge_client.device.conclude import conclude
-from edge_client.errors import BundleError, ConfigError
+from edge_client.errors import BundleError
 
 
 def test_values_become_a_model_on_what_their_zeros_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,14 +37,13 @@ def test_every_way_to_a_compact_model_has_the_same_widths_by_default() -> None:
     assert {*defaults, Client.__dataclass_fields__["align"].default} == {"rule"}
 
 
-def test_what_does_not_fit_is_refused_with_the_tensor_or_the_choice(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_with_the_tensor(tmp_path: Path) -> None:
     sequential_bundle(tmp_path, (2,), MLP)
     save_file({"linear0.bias": np.zeros(3, np.float32)}, tmp_path / "values.safetensors")
-    for align, file, error, words in (
-        ("none", "values.safetensors", BundleError, "lacks float32 tensor 'linear0.weight'"),
-        ("none", "missing.safetensors", BundleError, "does not open"),
-        ("wide", "values.safetensors", ConfigError, "choose rule, auto, none"),
+    for file, words in (
+        ("values.safetensors", "lacks float32 tensor 'linear0.weight'"),
+        ("missing.safetensors", "does not open"),
     ):
-        with pytest.raises(error, match=words):
-            compact(tmp_path, tmp_path / file, tmp_path / "small.onnx", align=align)
+        with pytest.raises(BundleError, match=words):
+            compact(tmp_path, tmp_path / file, tmp_path / "small.onnx")
     assert not (tmp_path / "small.onnx").exists()

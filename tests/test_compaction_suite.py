@@ -63,7 +63,7 @@ def test_a_rule_s_widths_never_cost_more_than_the_dense_model(bundles: Path, tmp
 def test_a_random_graph_is_compacted_exactly(seed: int, tmp_path: Path) -> None:
     case = random_graphs.case(seed)
     subject = prepare(case, export(case, tmp_path / "bundle"), "weight", 0.5, seed)
-    result = compacted(subject, "weight", 0.5, tmp_path / "personal.onnx", align=4)
+    result = compacted(subject, "weight", 0.5, tmp_path / "personal.onnx", align="rule")
     assert result.exact, result.row()
 
 

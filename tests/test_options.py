@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "max-parameters": ("1000", 1000),
     "secret": ("7", 7),
     "meter": ("none", "none"),
-    "align": ("16", 16),
+    "align": ("none", "none"),
 }
 DEFAULTS = {"device": None, "state": None, "backend": None, "threads": 1, "poll": HOLD, "patience": 3600.0,
             "out": None, "personalise": None, "max_parameters": MAX_PARAMETERS, "secret": None, "meter": "auto",

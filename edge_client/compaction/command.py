@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from edge_client.align import align_of
+from edge_client.align import Align
 from edge_client.bundle import Bundle, stored_model
 from edge_client.compaction.personal import write_personal
 from edge_client.compaction.tuning import clock
@@ -25,7 +25,7 @@ def compact(
     ],
     out: Annotated[Path, typer.Option(help="Where the small model goes, an ONNX file.")],
     align: Annotated[
-        str, typer.Option(help="How wide its layers are: rule, auto (measured here), none, or multiples of N.")
+        Align, typer.Option(help="How wide its layers are: by a rule, as masked, or measured here.")
     ] = "rule",
     data: Annotated[
         Path | None, typer.Option(help="Samples to check on, an .npz file; needed where a model reads integers.")
@@ -35,7 +35,7 @@ def compact(
 
     A masked value is a zero.
     """
-    wanted, opened = align_of(align), Bundle.open(bundle_folder(bundle, Path()))
+    opened = Bundle.open(bundle_folder(bundle, Path()))
     manifest = opened.manifest
     model = stored_model(manifest, values, "write it with safetensors, float32, one tensor for each of the bundle's")
     if data is None and manifest.input.dtype != "float32":
@@ -44,7 +44,7 @@ def compact(
     sample = np.zeros((1, *manifest.input.shape), np.float32) if samples is None else samples[:1]
     personal = Personal(model.parameters, model.buffers, model.parameters != 0)
     report = write_personal(
-        opened, personal, out, samples, align=wanted, clock=clock(sample) if wanted == "auto" else None
+        opened, personal, out, samples, align=align, clock=clock(sample) if align == "auto" else None
     )
     for name, (whole, left) in report.layers.items():
         print(f"{name}: {left} of {whole} channels")

@@ -107,17 +107,15 @@ same for all outputs within a block. `--align` sets how wide the layers are:
 | --- | --- |
 | `rule` | multiples of 16 at depthwise convolutions, of 4 where others read more than 16 channels; the default |
 | `none` | what the mask leaves |
-| `N` | multiples of `N` where a layer reads them, as far as there are channels |
 | `auto` | what runs fastest on this device |
 
 A pruned channel that stays changes nothing: its rows are as masked. The channels of a sum are filled up with zeros. One
 side of a sum writes the channels of the other as zeros where that fills its last block. So the widths of `rule` follow
 from shapes alone, and every device writes the same bytes for the same model.
 
-`auto` measures. It times each layer alone at several widths, keeps the times in `~/.cache/maskfleet` for this processor
-and this version of ONNX Runtime, and then times whole models: as narrow as possible, with the rule's widths, with the
-table's widths, with all layers of a sum alike, and with all channels. The fastest is taken, so the model is no slower
-than any of them, the dense one included. Its bytes depend on the clock.
+`auto` times whole models in turns: as narrow as possible, with the rule's widths, with all layers of a sum alike, and
+with all channels. The fastest is taken, so the model is no slower than any of them, the dense one included. Its bytes
+depend on the clock.
 
 No other choice has more multiply-adds than the dense model. Where it would, as further inputs and units of recurrent
 layers can make it, the narrowest model is written, and where that has more too, the dense one.

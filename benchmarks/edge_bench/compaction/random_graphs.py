@@ -26,7 +26,7 @@ from edge_bench.command_line import run_module
 from edge_bench.compaction.masks import KINDS
 from edge_bench.compaction.suite import compacted, export, prepare
 from edge_bench.compaction.zoo.case import CLASSES, Case, conv
-from edge_client.align import align_of
+from edge_client.align import Align
 
 ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
     nn.ReLU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh, nn.ELU, nn.PReLU, nn.Softplus, nn.ReLU6, nn.Identity,
@@ -202,7 +202,7 @@ def case(seed: int) -> Case:
 def main(
     first: Annotated[int, typer.Option(help="The first seed.")] = 0,
     count: Annotated[int, typer.Option(help="How many graphs.")] = 50,
-    align: Annotated[str, typer.Option(help="Widths: none, auto by the rule, or multiples of N.")] = "none",
+    align: Annotated[Align, typer.Option(help="Widths; auto is the rule here.")] = "none",
 ) -> None:
     """Compact random graphs; print those that fail, and a count of the rest."""
     torch.set_num_threads(1)
@@ -218,7 +218,7 @@ def main(
                 continue
             for kind in KINDS:
                 subject = prepare(made, bundle, kind, 0.5, seed)
-                r = compacted(subject, kind, 0.5, Path(folder) / "personal.onnx", align=align_of(align))
+                r = compacted(subject, kind, 0.5, Path(folder) / "personal.onnx", align=align)
                 if r.status != "ok" or not r.exact:
                     print(f"{seed} {kind}: {r.status[:300]} error {r.error_std} dense {r.error_dense_std}", flush=True)
                 else:
