@@ -307,23 +307,6 @@ def test_a_result_without_revisions_is_of_the_first(tmp_path: Path, monkeypatch:
     assert not reproduction.stands(run, method, "digits")
 
 
-def test_a_cell_that_another_reproduction_has_run_is_taken_over_under_the_own_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reproduce("tiny", seeds=1)
-    same = (
-        TINY.replace("tasks.digits", "tasks.numbers")
-        .replace("paper.digits", "paper.numbers")
-        .replace("methods.fedavg]", 'methods.usual]\nname = "fedavg"')
-    )
-    (reproduction.FOLDER / "same.toml").write_text(same)
-    monkeypatch.setattr(command, "run_all", lambda *given: pytest.fail("ran a finished cell"))
-    reproduce("same", seeds=1)
-    ours, theirs = (json.loads((command.RESULTS / n / "result.json").read_text())["runs"] for n in ("same", "tiny"))
-    assert set(ours) == {"numbers/usual/0", "numbers/fast/0"}
-    assert ours["numbers/usual/0"] == theirs["digits/fedavg/0"] | {"task": "numbers", "label": "usual"}
-
-
 def test_a_damaged_cell_is_named_and_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -373,14 +356,6 @@ def test_a_damaged_result_is_refused_with_what_to_do_before_anything_runs(
     assert "result.json is damaged" in capsys.readouterr().out
     file.unlink()
     reproduce("tiny", seeds=1, methods="fast")  # from its cell file
-
-
-def test_a_damaged_result_of_another_reproduction_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    (reproduction.FOLDER / "other.toml").write_text(TINY)
-    (command.RESULTS / "other").mkdir()
-    (command.RESULTS / "other" / "result.json").write_text("{")
-    reproduce("tiny", seeds=1, methods="fast")
-    assert (command.RESULTS / "other" / "result.json").read_text() == "{"
 
 
 def test_a_setting_of_the_command_stands_before_that_of_a_task() -> None:

@@ -74,28 +74,6 @@ def run_cell(cell: Cell, bundle: Bundle, devices: Mapping[str, DeviceData], step
     return short
 
 
-# --- files
-
-
-def taken_over(folder: Path, missing: Mapping[str, Cell]) -> dict[str, Run]:
-    """Of the cells `missing` by digest, those that another reproduction has run; they get files in `folder`."""
-    others = [RESULTS / name for name in reproduction.names() if missing and RESULTS / name != folder]
-    runs = ((sha, run) for other in others for sha, run in _whole(other).items() if sha in missing)
-    found = {sha: run for sha, run in runs if stands(run, method_of(missing[sha]), missing[sha].config.bundle)}
-    for sha, run in found.items():
-        run |= {"task": missing[sha].task, "label": missing[sha].label}
-        write_text(folder / CELLS / f"{sha}.json", json.dumps(run) + "\n")
-    return found
-
-
-def _whole(folder: Path) -> dict[str, Run]:
-    """The `known` cells of another reproduction; none when its result is damaged; its own command reports that."""
-    try:
-        return known(folder)
-    except ConfigError:
-        return {}
-
-
 # --- the command
 
 
@@ -174,9 +152,6 @@ def reproduce(
     owed = _missing(keyed, done)
     if owed:
         check_folder(folder)
-    if out is None:
-        done |= taken_over(folder, owed)
-        owed = _missing(keyed, done)
     console.print(f"{name}: {r.title}; {len(keyed)} cells, {len(owed)} to run, into {folder}")
     stopped = "stopped; the same command goes on: cells that ended are kept, the one under way begins anew"
     steps_due = sum(cell.config.rounds for cell in owed.values())
