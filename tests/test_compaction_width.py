@@ -115,9 +115,10 @@ def by_macs(models: Sequence[bytes]) -> list[float]:
     return [float(macs(data)) for data in models]
 
 
-def test_auto_is_as_narrow_as_possible_where_no_width_runs_faster() -> None:
+def test_auto_is_as_narrow_as_possible_where_no_width_runs_faster_and_the_rule_without_a_clock() -> None:
     found = analysed(model(), PROBE)
     assert aligned(found, "auto", by_macs).model == aligned(found, "none", None).model
+    assert aligned(found, "auto", None).model == aligned(found, "rule", None).model  # without a clock
 
 
 def test_auto_takes_the_fastest_of_six_models() -> None:
