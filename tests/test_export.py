@@ -41,6 +41,15 @@ def _cnn() -> nn.Module:
     )
 
 
+def test_a_line_comes_before_each_stage(tmp_path: Path) -> None:
+    lines: list[str] = []
+    export_bundle(
+        _cnn(), torch.zeros(2, 1, 8, 8), tmp_path / "b", name="b", target=Classification(classes=3), torch_part=True,
+        progress=lambda line: lines.append(line.split()[0]),
+    )  # fmt: skip
+    assert lines == ["tracing", "running", "writing", "finding"]
+
+
 def test_maskable_weights_come_first_in_forward_order_then_everything_else() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:

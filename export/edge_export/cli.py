@@ -69,6 +69,7 @@ def export(
             name=name,
             torch_part=torch_part,
             about=said,
+            progress=typer.echo,
         )
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error

@@ -41,6 +41,7 @@ def export_factory(
     name: str | None = None,
     torch_part: bool = True,
     about: About = SILENT,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """The bundle of the module that the function at `place` builds, written to `out`; a sample has `shape`.
 
@@ -70,6 +71,7 @@ def export_factory(
         normalisation=about.normalisation,
         between=about.between,
         warnings=[found] if found else [],
+        progress=progress,
     )
 
 

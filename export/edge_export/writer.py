@@ -52,6 +52,7 @@ def export_bundle(
     normalisation: Normalisation | Mapping[str, Any] | None = None,
     between: tuple[float, float] | None = None,
     warnings: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Write `module` as a bundle to `folder` and open it.
 
@@ -83,6 +84,8 @@ def export_bundle(
         outside.
     warnings:
         Lines to show where the bundle is used on this machine.
+    progress:
+        Gets a line before each stage; those of a deep network take minutes.
 
     Raises
     ------
@@ -91,13 +94,15 @@ def export_bundle(
     """
     folder = Path(folder)
     check_free(folder)
-    made = proved_graphs(module, example_batch, target, init=init, trainable=trainable)
+    made = proved_graphs(module, example_batch, target, init=init, trainable=trainable, progress=progress)
     module, target, example, found = made.witness.module, made.witness.target, made.example, made.tables
     names = [r.name for r in (*found.parameters, *found.buffers)]
     if seed is not None and (missing := unseeded(module, init, names)):
         raise ModelError(
             f"no rule draws {missing} from a seed; leave `seed` out, so that the module's own weights are kept"
         )
+    if torch_part:
+        progress("writing model.pt2 and running it beside the module")
     parts = _parts(made, names, torch_part, stored=seed is None)
     dtype = "int64" if example.dtype == torch.int64 else "float32"
     ids = sample_ids(made.evaluation, found, tuple(example.shape[1:])) if dtype == "int64" else None
@@ -120,6 +125,7 @@ def export_bundle(
         raise ModelError(f"the bundle's description does not fit the module: {first_fault(error)}") from None
     if warnings:
         parts[WARNINGS] = "".join(f"{line}\n" for line in warnings).encode()
+    progress("finding channel groups and cutting the graphs by them")
     return write_bundle(with_groups(manifest, made.by_part), parts, folder)
 
 
@@ -165,8 +171,10 @@ def proved_graphs(
     *,
     init: InitScheme = "he",
     trainable: Collection[str] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Graphs:
     """The graphs of `export_bundle`, run against the module. Raises ModelError."""
+    progress("tracing the training step and the evaluation")
     refuse_parts(module)
     refuse_inputs(module)
     if any(map(is_lazy, module.parameters())):  # as PyTorch does in the first run
@@ -184,6 +192,8 @@ def proved_graphs(
     evaluation = eval_graph(module, example, parameters, buffers)
     if isinstance(target, targets.Classification | targets.Sequence):
         _refuse_probabilities(module, example, _maker(evaluation, "logits"))
+    nodes = len(train.graph.node)
+    progress(f"running train.onnx, of {nodes:,} operators, and eval.onnx beside the module in float64")
     return Graphs(witness, example, found, train, evaluation, prove(witness, example, train, evaluation))
 
 
