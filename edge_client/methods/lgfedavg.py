@@ -75,7 +75,7 @@ class LGFedAvg(Coded):
         layers = model.manifest.layers
         if self.num_layers >= len(layers):
             raise ConfigError(
-                f"num_layers = {self.num_layers} of {len(layers)} layers would leave none local; give less"
+                f"num_layers = {self.num_layers}, but the model has {len(layers)} layers, and one at least stays local"
             )
         names = {n for layer in layers[-self.num_layers :] for n in (*layer.weights, *layer.biases)}
         return tensors(model.manifest, names)
