@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import resource
 import stat
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from sqlalchemy.exc import InternalError, OperationalError
 
 from coord_server import auth, store
 from coord_server.problems import Refusal
-from coord_server.store import open_store
+from coord_server.store import SPARE, SPARE_BYTES, open_store
 from coord_server.store.blobs import CHUNK, FolderBlobs, Incoming
 from coord_server.store.metadata import Metadata
 from coord_server.store.tables import Known, Seen, tokens, updates
@@ -358,6 +359,23 @@ def test_a_full_database_is_a_fault_of_its_kind_and_changes_nothing(tmp_path: Pa
     with pytest.raises(StorageFullError, match="full"):
         data.commit("fed", 0, "x" * 100_000, [])
     assert data.head("fed").state == "s0"
+
+
+def test_spare_room_that_the_disk_had_in_part_is_taken_once_it_has_all(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "data")
+    spare, limits = store.folder / SPARE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SPARE_BYTES // 2, limits[1]))  # as a disk that fills up half-way
+    try:
+        store.sweep()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not spare.exists()
+    for left in (None, b"half of it, as after a kill"):
+        if left is not None:
+            spare.write_bytes(left)
+        store.sweep()
+        assert spare.stat().st_size == SPARE_BYTES
+    store.close()
 
 
 def test_a_database_that_is_no_database_is_damaged(tmp_path: Path) -> None:

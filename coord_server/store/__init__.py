@@ -102,12 +102,18 @@ class Store:
             self._spare()
 
     def _spare(self) -> None:
-        with suppress(OSError), (self.folder / SPARE).open("xb") as file:
-            file.write(os.urandom(SPARE_BYTES))  # which no file system compresses
+        """Take the spare room. Where the disk has less, none is taken: a part of it may be too small to delete."""
+        spare = self.folder / SPARE
+        with suppress(OSError):
+            if spare.is_file() and spare.stat().st_size == SPARE_BYTES:
+                return
+            try:
+                spare.write_bytes(os.urandom(SPARE_BYTES))  # which no file system compresses
+            except OSError:
+                spare.unlink()
 
     def sweep(self) -> None:
         """Drop what is left of creations and deletions that were killed. Blocks; a failure is logged."""
-        self._spare()
         for shelf in self.blobs.notes():
             try:
                 with self.changing(shelf, started=True):
@@ -116,6 +122,7 @@ class Store:
                 continue
             except MaskfleetError as error:
                 log.warning(LEFT, shelf, error)
+        self._spare()  # last: the sweep may have freed what it takes
 
 
 def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:
