@@ -287,7 +287,15 @@ def test_a_finished_device_goes_on_where_its_coordinator_was_restored_from_an_ea
     assert (coordinator.round, coordinator.report is not None) == (4, True)
 
 
-@pytest.mark.parametrize("answer", [problem(401, "unauthorized", "it was deleted"), problem(503, "too-busy", "later")])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        problem(401, "unauthorized", "it was deleted"),
+        problem(503, "too-busy", "later"),
+        problem(503, "too-busy", "later", {"Retry-After": "70"}),
+        problem(429, "too-many", "later"),
+    ],
+)
 def test_a_finished_device_needs_no_coordinator(tmp_path: Path, answer: httpx.Response) -> None:
     coordinator = Coordinator()
     device(tmp_path, coordinator).run()

@@ -37,7 +37,7 @@ def backoff(failures: int) -> float:
 
 
 class Retry:
-    """Calls one function until it answers. `sleep` and `clock` are seams for tests."""
+    """Calls one function until it answers. `busy` is BUSY_MOST or less; `sleep` and `clock` are seams for tests."""
 
     def __init__(
         self,
@@ -46,8 +46,9 @@ class Retry:
         on_event: OnEvent,
         sleep: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        busy: float = BUSY_MOST,
     ) -> None:
-        self.url, self.patience, self.on_event = url, patience, on_event
+        self.url, self.patience, self.on_event, self.busy = url, patience, on_event, busy
         self._sleep, self._clock = sleep or time.sleep, clock
 
     def pause(self, seconds: float, why: str = "") -> None:
@@ -65,7 +66,7 @@ class Retry:
                 return attempt()
             except Transient as error:
                 reason, after = str(error), error.after
-            if after is not None and told < BUSY_MOST:
+            if after is not None and told < self.busy:
                 failing_since, failures, delay = None, 0, after + random.uniform(0.0, FIRST)
                 told += delay
                 text = f"{what}: {self.url} is busy ({reason}); asking again in {delay:.0f} s"
