@@ -261,6 +261,12 @@ def test_labels_that_are_text_are_numbered_in_the_order_of_their_names(kind: typ
     assert found.y.tolist() == (2 - Y).tolist()
 
 
+def test_labels_of_a_file_may_be_text(tmp_path: Path) -> None:
+    found = read(saved(tmp_path, x=X, y=np.array(["walk", "sit", "run"])[Y]))
+    assert isinstance(found, Samples)
+    assert (found.classes, found.y.tolist()) == (("run", "sit", "walk"), (2 - Y).tolist())
+
+
 def test_own_data_without_owners_is_dealt_and_numbers_can_be_predicted(tmp_path: Path) -> None:
     config = saved(tmp_path, x=X, y=X[:, :2].astype(np.float32))
     devices = load(config.model_copy(update={"devices": 3}), 1, manifest((4,), Regression(outputs=2)))

@@ -21,7 +21,7 @@ from edge_bench.data import images
 from edge_bench.data.images import Form
 from edge_bench.data.sources import SPLITS, Samples
 from edge_client import authored, extras
-from edge_client.data import DataFile, checked, finite
+from edge_client.data import DataFile, arrays_of, checked, finite
 from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError, suggestion
 from edge_client.protocol.messages import Name
@@ -71,7 +71,7 @@ def _files(devices: Mapping[str, DataFile], what: str) -> DeviceFiles:
 def read_npz(path: Path) -> Samples | DeviceFiles:
     """One file for all devices, or a folder with a file for each, called DEVICE.npz. Raises DataError."""
     if not path.is_dir():
-        return whole(read_file(path).arrays, str(path))
+        return whole(arrays_of(path), str(path))
     files = sorted(path.glob("*.npz"))
     if not files:
         raise DataError(f"the folder {path} holds no .npz file; name a file, or put DEVICE.npz files there")
