@@ -172,6 +172,8 @@ def test_a_csv_that_cannot_be_used_says_why(text: str, why: str) -> None:
         ("time (ms),current (µA),voltage (mV)", "2000,1000000,5000"),
         ("sample,time (ns),power factor,power (mW)", "1,2000000000,0.5,5000"),
         ("#time (s);voltage (V);current (A);power (W)", "2;7;7;5"),
+        ("Time (s),Power (W)", "2,5"),
+        ("time (s),current (\u03bcA),voltage (V)", "2,1000000,5"),
     ],
 )
 def test_columns_are_known_by_their_names_and_scaled_by_their_units(head: str, row: str) -> None:
@@ -181,9 +183,14 @@ def test_columns_are_known_by_their_names_and_scaled_by_their_units(head: str, r
     assert (times.tolist(), watts.tolist()) == ([0.0, 2.0], [pytest.approx(5.0)] * 2)
 
 
+def test_a_file_that_a_spreadsheet_saved_as_utf_8_is_read() -> None:
+    assert csv_trace.parse("\ufefftime (s),power (W)\n0,5\n2,5", "x")[1].tolist() == [5.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
+        (['tester,"5', "time (s),power (W)", *(f"{i / 50},2" for i in range(20_000))], "x cannot be read as a table"),
         (["time (s),power (hp)", "0,1", "1,1"], "no line of column names; name the columns"),
         (["time (s),power (MW)", "0,1", "1,1"], "no line of column names"),
         (["time (s),current (V),voltage (V)", "0,1,1", "1,1,1"], "no line of column names"),

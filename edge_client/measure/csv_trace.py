@@ -25,9 +25,9 @@ from edge_client.measure import sync
 from edge_client.measure.energy import F64, Accuracy, Meter, Trace, added, lost
 from edge_client.measure.meters import Family, Options, number
 
-NAME = re.compile(r"(time|power|voltage|current) *\((\w+)\)")
+NAME = re.compile(r"((?i:time|power|voltage|current)) *\((\w+)\)")
 BASES = {"time": "s", "power": "W", "voltage": "V", "current": "A"}
-PREFIXES = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9}
+PREFIXES = {"": 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "n": 1e-9}
 WANTED = (("time", "power"), ("time", "voltage", "current"))
 NAMES = (
     "name the columns: time (s), power (W), or: time (s), voltage (V), current (A); with m, u or n for a part of a unit"
@@ -44,7 +44,12 @@ def parse(text: str, where: str) -> tuple[F64, F64]:
     A last row without numbers is left out, as a recording may break off; so is a row that repeats a time. Raises
     MeterError.
     """
-    found = [(rows, head) for rows in _rows(text) if (head := _heading(rows, where))]
+    try:
+        found = [(rows, head) for rows in _rows(text) if (head := _heading(rows, where))]
+    except csv.Error as error:
+        raise MeterError(
+            f"{where} cannot be read as a table: {error}; look for a quotation mark that is not closed"
+        ) from None
     if not found:
         raise MeterError(f"{where} has no line of column names; {NAMES}")
     rows, (at, columns) = found[0]
@@ -69,12 +74,15 @@ def _heading(rows: Sequence[Sequence[str]], where: str) -> tuple[int, list[tuple
     for at, names in enumerate(rows):
         found = dict[str, tuple[int, float]]()
         for place, name in enumerate(names):
-            match = NAME.fullmatch(name.strip(" #"))
-            if match is None or match[2][-1] != BASES[match[1]] or match[2][:-1] not in PREFIXES:
+            match = NAME.fullmatch(name.strip(" #\ufeff"))  # spreadsheets begin a file with a mark of its encoding
+            if match is None:
                 continue
-            if match[1] in found:
-                raise MeterError(f"{where} has two columns of the {match[1]}; rename all but one")
-            found[match[1]] = place, PREFIXES[match[2][:-1]]
+            quantity, unit = match[1].lower(), match[2]
+            if unit[-1] != BASES[quantity] or unit[:-1] not in PREFIXES:
+                continue
+            if quantity in found:
+                raise MeterError(f"{where} has two columns of the {quantity}; rename all but one")
+            found[quantity] = place, PREFIXES[unit[:-1]]
         for wanted in WANTED:
             if found.keys() >= set(wanted):
                 return at, [found[quantity] for quantity in wanted]
