@@ -83,7 +83,9 @@ def _block_range(d: int) -> tuple[int, int]:
 def _shared(stream: int, d: int, blocks: int) -> tuple[NDArray[np.int64], U16]:
     """The order in which positions are dealt, and by place in a block the uniforms uint16[places, candidates].
 
-    All blocks share the uniforms, which saves time: two blocks draw the same candidate once in 256 times.
+    All blocks share the uniforms, which saves time. Where most positions move the same way, blocks prefer the same
+    candidates, and the number of ones of a mask varies more: up to nine times as much on a pre-trained ResNet, .15 % of
+    its size. The mean of a position and those of other devices do not change: each device has uniforms of its own.
     """
     places = -(-d // blocks) if blocks else 0
     numbers = counter.uint64(stream, places * CANDIDATES // 4, d).astype("<u8", copy=False)
