@@ -174,18 +174,20 @@ class Task:
         """
         a, data, index = self.assignment, self.data, 0
         steps = epochs * -(-self.samples // size)
-        for epoch in range(epochs):
-            key = counter.key(a.seed, "batches", phase, a.device, a.round, epoch)
-            order = counter.permutation(key, self.samples)
-            for low in range(0, self.samples, size):
-                chosen = order[low : low + size]
-                drops = counter.key(key, "drops", low) % (2**31 - 1)
-                yield Batch(index, epoch, data.x[chosen], data.y[chosen], drops)
-                index += 1
-                if self.watch is not None:
-                    self.watch(Progress(phase, epoch + 1, epochs, index, steps, self._mean.mean))
-        if self.frugal:
-            self.trainer.rest()
+        try:
+            for epoch in range(epochs):
+                key = counter.key(a.seed, "batches", phase, a.device, a.round, epoch)
+                order = counter.permutation(key, self.samples)
+                for low in range(0, self.samples, size):
+                    chosen = order[low : low + size]
+                    drops = counter.key(key, "drops", low) % (2**31 - 1)
+                    yield Batch(index, epoch, data.x[chosen], data.y[chosen], drops)
+                    index += 1
+                    if self.watch is not None:
+                        self.watch(Progress(phase, epoch + 1, epochs, index, steps, self._mean.mean))
+        finally:  # also of a pass that diverged
+            if self.frugal:
+                self.trainer.rest()
 
     def gradient(self, values: F32, buffers: F32, batch: Batch) -> Gradient:
         """Loss, gradient and new statistics of one batch. `values` is float32[d], `buffers` float32[buffers_d].

@@ -274,7 +274,7 @@ def test_a_finished_device_says_when_its_model_is_not_there_any_more(tmp_path: P
     assert (result.ended, result.personal) == ("finished", None)
     model, end = tmp_path / "personal.onnx", tmp_path / "done.json"
     again = f"{model} is not there; to have it made, remove {end} and join again"
-    assert said == [f"the federation was finished before; {again}"]
+    assert said[-1] == f"the federation was finished before; {again}"
 
 
 def test_a_finished_device_goes_on_where_its_coordinator_was_restored_from_an_earlier_backup(tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def test_the_trainer_of_a_frugal_task_rests_after_each_pass(frugal: bool) -> Non
         assert t.trainer.rests == passes * frugal
 
 
+def test_the_trainer_rests_after_a_pass_that_ends_early() -> None:
+    t = replace(task(M), frugal=True)
+    for _ in t.batches(2, 3):
+        break
+    assert t.trainer.rests == 1
+
+
 @dataclass
 class Broken:
     """A trainer with a given answer."""

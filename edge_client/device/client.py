@@ -216,6 +216,7 @@ class _Run:
         """Whether the federation that was finished has rounds to run again: its coordinator was restored."""
         if identity.enrolled is None:
             return False
+        self.say(Event("info", "finished before; asking the coordinator whether its federation goes on"))
         remote = Remote(self.remote.transport, Retry(self.remote.retry.url, 0.0, self.say, busy=0.0))
         try:
             return isinstance(Exchange(remote, identity.enrolled, lambda _: None).work(0.0), Train | Wait)

@@ -137,6 +137,7 @@ def try_out(session: Session) -> None:
     try:
         trainer.gradient(model.parameters, model.buffers, x, y)
         trainer.logits(model.parameters, model.buffers, x)
+        trainer.rest()
     except MaskfleetError:
         raise
     except Exception as error:  # the engines' errors share no base class

@@ -83,16 +83,17 @@ are cut in memory when the channels change. This is another cut than the one abo
 | code | `edge_client/compaction/` | `edge_client/training/cut.py`, `cut_rules.py` |
 
 Groups are found once, by the export, which cuts every graph by half of each group's channels, and by all but one, as a
-trial. The outputs and a step's gradients must be the whole network's with zeros in what is cut. Dropout drops the same
-entries in both. Samples are normal numbers, and such numbers times 100; what a network does only beyond them, such as
-behind a threshold of 1,000, is not tried. A group that fails is named in the manifest under `stopped`, with the
-operator or the reason. These can be cut: linear layers, embeddings, convolutions (also depthwise, grouped by whole
-groups, and transposed; with any padding), batch-norms, sums and shortcuts padded with channels, shuffles, heads of an
-attention, also behind padding masks, rotary positions, places beside the queries and learned queries, maxima and
-weighted sums over steps, lengths and distances, layers that gates weigh, weights computed of others (the rows of
-standardised filters, `weight_norm`, mixtures of kernels, prototypes of length 1), and units of LSTM, GRU and RNN,
-alike in both directions, or of loops over their cells. The channels that a group norm takes together leave together;
-under a norm over all channels none leaves. If all groups together fail, each is tried with those kept before it.
+trial. The outputs and a step's gradients must be the whole network's with zeros in what is cut; a gradient may differ
+in one draw of six, as where an activation lies at its threshold. Dropout drops the same entries in both. Samples are
+normal numbers, and such numbers times 100; what a network does only beyond them, such as behind a threshold of 1,000,
+is not tried. A group that fails is named in the manifest under `stopped`, with the operator or the reason. These can be
+cut: linear layers, embeddings, convolutions (also depthwise, grouped by whole groups, and transposed; with any
+padding), batch-norms, sums and shortcuts padded with channels, shuffles, heads of an attention, also behind padding
+masks, rotary positions, places beside the queries and learned queries, maxima and weighted sums over steps, lengths and
+distances, layers that gates weigh, weights computed of others (the rows of standardised filters, `weight_norm`,
+mixtures of kernels, prototypes of length 1), and units of LSTM, GRU and RNN, alike in both directions, or of loops over
+their cells. The channels that a group norm takes together leave together; under a norm over all channels none leaves.
+If all groups together fail, each is tried with those kept before it.
 
 A test compares the table with trial runs. A trial covers operators that the table lacks, but it runs each many
 times on values of full size, too slow for a device that cuts a graph of 1,700 nodes in the middle of a federation. The
@@ -113,9 +114,8 @@ A pruned channel that stays changes nothing: its rows are as masked. The channel
 side of a sum writes the channels of the other as zeros where that fills its last block. So the widths of `rule` follow
 from shapes alone, and every device writes the same bytes for the same model.
 
-`auto` times whole models in turns: as narrow as possible, with the rule's widths, with all layers of a sum alike, and
-with all channels. The fastest is taken, so the model is no slower than any of them, the dense one included. Its bytes
-depend on the clock.
+`auto` times up to six whole models in turns, from as narrow as possible to all channels, among them the rule's. The
+fastest is taken, so the model is no slower than any of them, the dense one included. Its bytes depend on the clock.
 
 No other choice has more multiply-adds than the dense model. Where it would, as further inputs and units of recurrent
 layers can make it, the narrowest model is written, and where that has more too, the dense one.

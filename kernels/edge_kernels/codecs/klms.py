@@ -111,5 +111,5 @@ def _limits(prior: Probabilities) -> U16:
 def _probabilities(values: Probabilities) -> Probabilities:
     check_size(len(values))
     if values.ndim != 1 or values.dtype.kind != "f" or not 0 <= values.min(initial=0) <= values.max(initial=0) <= 1:
-        raise CodecError("a flat array of probabilities was due")
+        raise CodecError("the probabilities must be a flat array of floats from 0 to 1")
     return values
