@@ -25,6 +25,7 @@ from edge_bench.exporting.operators import certify  # noqa: E402
 from edge_export import export_bundle, programs  # noqa: E402
 from edge_export.dropout import PRIME, kept  # noqa: E402
 from edge_export.proof import prove  # noqa: E402
+from edge_export.rewriting import weight_norm  # noqa: E402
 from edge_export.witness import Witness  # noqa: E402
 from edge_export.writer import proved_graphs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -673,3 +674,10 @@ def test_integers_up_to_the_embedding_take_part_in_the_proof() -> None:
     case = Case(lambda: nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 3)), (3,), 50)
     made, _ = certify(case.make(), case.example())
     assert made.shown.gradient <= 1e-5
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_the_rewritten_weight_norm_takes_the_axes_that_pytorch_takes(dim: int) -> None:
+    v = torch.arange(1.0, 61.0).reshape(3, 4, 5)
+    g = 2 * torch.norm_except_dim(v, 2, dim)
+    assert torch.allclose(weight_norm(v, g, dim), torch._weight_norm(v, g, dim))

@@ -172,8 +172,8 @@ def distances(one: Tensor, two: Tensor, p: float = 2.0, compute_mode: str | None
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """`torch._weight_norm`; of a row of zeros, as a pruned channel has, it makes zeros and not NaN."""
-    square = (v * v).sum([i for i in range(v.ndim) if dim < 0 or i != dim], keepdim=True)
+    """`torch._weight_norm`, where `dim` -1 is one norm of all; a row of zeros, as of a pruned channel, makes no NaN."""
+    square = (v * v).sum([i for i in range(v.ndim) if dim == -1 or i != dim % v.ndim], keepdim=True)
     return v * (g / torch.where(square == 0, 1.0, square).sqrt())
 
 

@@ -40,7 +40,7 @@ _APART: dict[Any, Callable[..., Any]] = {
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, each float64 result of an operator is a float32, one rounding up or down, a mean several."""
+    """While active, each float64 result of an operator is moved up or down by a float32 rounding, a mean by several."""
 
     def __init__(self, random: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
