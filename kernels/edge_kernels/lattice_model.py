@@ -68,9 +68,9 @@ class Known:
         fall = self.fall[at]
         return fall, ~fall if self.rise is None else self.rise[at]
 
-    def magnitudes(self, at: slice) -> I32 | None:
-        """|N| at some places, in whole 2**`level`."""
-        return None if self.held is None else np.abs(self.held[at]) >> self.level
+    def magnitudes(self, at: slice) -> U32 | None:
+        """|N| at some places, in whole 2**`level`; that of -2**31 has no int32."""
+        return None if self.held is None else np.abs(self.held[at]).view(np.uint32) >> np.uint32(self.level)
 
     @property
     def d(self) -> int:
@@ -91,9 +91,7 @@ class Model:
             if (distances := known.distances(s)) is not None:
                 self.base[s] = log(np.minimum(*distances)) + np.int16(_OFFSET)
             if (held := known.magnitudes(s)) is not None:
-                top = np.int32(_CLASSES - 1)
-                held = np.minimum(np.maximum(held, -top), top)
-                self.base[s] += np.abs(held).astype(np.int16) * np.int16(_SIZE)
+                self.base[s] += np.minimum(held, np.uint32(_CLASSES - 1)).astype(np.int16) * np.int16(_SIZE)
         self.tensors = [_Tensor.of(*span, known) for span in known.spans if span[1] * span[2]]
         self.curve = _curve(self.dithered)
         self.bin_weight = np.full(len(self.curve) // _BIN, 8.0)
@@ -235,7 +233,7 @@ class _Tensor:
         for some in _blocks(rows, columns) if columns > 1 else ():
             held = known.magnitudes(slice(where.start + some.start * columns, where.start + some.stop * columns))
             if held is not None:
-                moved = np.abs(held).view(np.uint32).reshape(-1, columns)  # |-2**31| has no int32
+                moved = held.reshape(-1, columns)
                 most = int(moved.max(initial=0))
                 sums[0][some] = _sum(moved, 1, most)
                 sums[1][:] += _sum(moved, 0, most)
