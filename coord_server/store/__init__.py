@@ -47,7 +47,7 @@ ELSEWHERE, MEND = "name another folder with --data", "mount or restore what is m
 
 
 async def in_turn(change: Callable[[], T]) -> T:
-    """`change` in a thread, once nobody else changes its shelf: waiting takes no thread. Raises StateError."""
+    """`change` in a thread, once no other request changes its shelf; waiting takes no thread. Raises StateError."""
     end = time.monotonic() + PATIENCE
     while True:
         try:
@@ -95,7 +95,8 @@ class Store:
     @contextmanager
     def _spared(self) -> Iterator[None]:
         """With the spare room given back to the disk; taken again at the end, or later if the disk is still full."""
-        (self.folder / SPARE).unlink(missing_ok=True)
+        with suppress(OSError):  # without it a deletion may still find room
+            (self.folder / SPARE).unlink()
         try:
             yield
         finally:
