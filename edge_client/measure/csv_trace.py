@@ -102,7 +102,7 @@ def _figures(rows: Sequence[Sequence[str]], places: Sequence[int], where: str) -
             if n < len(rows) - 1:
                 said = ", ".join(row)
                 raise MeterError(
-                    f"{where}: row {n + 1} of {len(rows)} is no numbers: {said}; write numbers with a decimal point, "
+                    f"{where}: row {n + 1} of {len(rows)} lacks a number: {said}; write numbers with a decimal point, "
                     "times too"
                 ) from None
     if len(found) < ROWS:
@@ -163,7 +163,7 @@ class CsvMeter:
             written = self._written()
             if written not in (0, tried):
                 try:
-                    return self.trace(self.path.read_text(errors="replace"), last)
+                    return self.trace(self.path.read_text("utf-8", errors="replace"), last)
                 except OSError as error:
                     fault = MeterError(f"{self.path} cannot be read: {error.strerror}")
                 except MeterError as error:
