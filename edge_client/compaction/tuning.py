@@ -32,7 +32,6 @@ RULE = 4  # channels of ONNX Runtime's blocked convolutions
 SECONDS = 1.0  # for timing whole models, beyond the fewest runs
 EQUAL = 1.01  # times within this factor count as equal
 
-
 Clock = Callable[[Sequence[bytes]], Sequence[float]]
 """Gives the milliseconds of whole models, timed in turns."""
 

@@ -9,8 +9,8 @@ the gradient of a draw by theta, resets the posterior every round and uses its m
 
 - Up: one mask drawn from the device's probabilities with the device's secret randomness, written by `codec`; by default
   coded at the entropy of its frequency of ones, which the paper describes and its code only estimates. With
-  ``codec="klms"`` (Isik et al., AISTATS 2024) it is chosen among masks that the server can draw from theta, and costs
-  about what the device has learned. A probed head goes up as float32.
+  ``codec="klms"`` (Isik et al., AISTATS 2024) it is chosen among masks that the server can draw from theta, at about
+  two bits for each bit of KL between the device's probabilities and theta. A probed head goes up as float32.
 - Down: theta as float32 (``down="float32"``; the paper does not count it), or the counts of ones, which determine
   theta, at their plain entropy (``down="counts"``). A probed head goes down with either.
 """

@@ -4,8 +4,8 @@ Isik et al., "Adaptive Compression in Federated Learning via Side Information", 
 The positions are dealt to blocks at random, so that each block has about the same share of KL(target || prior). Both
 sides can draw the same 256 candidates for a block from the prior. The sender weights each candidate x by
 target(x) / prior(x), draws one of them and sends its number, a byte. The fewer bits of KL a block has, the closer the
-mean of the mask comes to the target: `KL_A_BLOCK` bits bring it .89 of the way from the prior. docs/codecs.md specifies
-the bytes.
+mean of the mask comes to the target: `KL_PER_BLOCK` bits bring it .89 of the way from the prior. docs/codecs.md
+specifies the bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edge_kernels import counter
 from edge_kernels.codecs.sets import CodecError, check_size
 
 CANDIDATES = 256
-KL_A_BLOCK = 4.0  # bits
+KL_PER_BLOCK = 4.0  # bits
 LEAST, MOST = 8, 4096  # positions of a block
 _TILE = 1 << 20  # bits of candidates compared at a time
 
@@ -41,7 +41,7 @@ def encode(target: Probabilities, prior: Probabilities, stream: int, choice: int
     np.clip(q, 1 / 65536, 65535 / 65536, out=q)
     p = limits / 65536
     ones, zeros = np.log2(q / p), np.log2((1 - q) / (1 - p))
-    blocks = int(np.clip(np.ceil((q * ones + (1 - q) * zeros).sum() / KL_A_BLOCK), *_block_range(d)))
+    blocks = int(np.clip(np.ceil((q * ones + (1 - q) * zeros).sum() / KL_PER_BLOCK), *_block_range(d)))
     gains = np.rint((ones - zeros) * 2**30) / 2**30  # their sums are exact in any order: the same bytes on any BLAS
     order, pool = _shared(stream, d, blocks)
     limits, gains = _dealt(limits, order, blocks), _dealt(gains, order, blocks)
