@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import getclosurevars, signature
-from types import FunctionType
+from inspect import signature
+from types import CellType, FunctionType
 from typing import Any
 from unittest import mock
 
@@ -112,8 +112,8 @@ def refuse_parts(module: nn.Module) -> None:
             if isinstance(value, Tensor):
                 _refuse_odd(value, f"tensor {name!r}")
         for name, value in vars(part).items():
-            held = getclosurevars(value).nonlocals.values() if isinstance(value, FunctionType) else ()
-            if any(isinstance(layer, nn.Module) for layer in held):
+            cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
+            if any(cell != CellType() and isinstance(cell.cell_contents, nn.Module) for cell in cells):
                 raise ModelError(
                     f"attribute {'.'.join(filter(None, (path, name)))!r} is a function that holds a layer, and in a "
                     "copy of the module, as the export runs, it would run the first one's; make it a method"
