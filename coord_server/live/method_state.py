@@ -78,7 +78,7 @@ class MethodState:
         """Why there is no global model; None when there is one, and while the bundle cannot be read."""
         rounds = self._commits.config.rounds
         if self._stays is None or self._stays[0] != rounds:
-            with suppress(MaskfleetError):  # whoever needs the bundle shows its fault
+            with suppress(MaskfleetError):  # what needs the bundle shows its fault
                 self._used = time.monotonic()
                 async with self._loading:
                     course = await self._begun()

@@ -65,12 +65,15 @@ def aligned(found: Study, align: Align, clock: Clock | None) -> Smaller:
         _wide(found, lambda s, n: s.size, True),
         whole(found, "the model with all channels runs fastest here"),
     ]
-    candidates = list({m.model.SerializeToString(): m for m in made if m is not None}.items())
+    candidates: dict[bytes, Smaller] = {}
+    for m in made:
+        if m is not None:
+            candidates.setdefault(m.model.SerializeToString(), m)
     if len(candidates) == 1:
         return narrow
-    times = clock([data for data, _ in candidates])
+    times = clock(list(candidates))
     # In the order of their multiply-adds, nearly: the first of those as fast as the fastest.
-    return next(m for (_, m), ms in zip(candidates, times, strict=True) if ms <= EQUAL * min(times))
+    return next(m for m, ms in zip(candidates.values(), times, strict=True) if ms <= EQUAL * min(times))
 
 
 def _no_dearer(found: Study, made: Smaller) -> Smaller:

@@ -37,7 +37,10 @@ def backoff(failures: int) -> float:
 
 
 class Retry:
-    """Calls one function until it answers. `busy` is BUSY_MOST or less; `sleep` and `clock` are seams for tests."""
+    """Calls one function until it answers. `busy`: the seconds of Retry-After to wait, in all; BUSY_MOST at most.
+
+    `sleep` and `clock` are seams for tests.
+    """
 
     def __init__(
         self,
