@@ -130,7 +130,7 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
     """Open the data folder, or create one that does not exist. Raises StateError when it cannot be used.
 
     A folder that is empty or has lost one half is refused: its disk may not be mounted. With `init` it starts anew; the
-    other half is renamed, never deleted; not with `database`, which may be anybody's.
+    other half is renamed, never deleted; not with `database`, which may hold other data.
     """
     if not folder.exists():
         _create(folder)

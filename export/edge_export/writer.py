@@ -101,9 +101,7 @@ def export_bundle(
         raise ModelError(
             f"no rule draws {missing} from a seed; leave `seed` out, so that the module's own weights are kept"
         )
-    if torch_part:
-        progress("writing model.pt2 and running it beside the module")
-    parts = _parts(made, names, torch_part, stored=seed is None)
+    parts = _parts(made, names, torch_part, progress, stored=seed is None)
     dtype = "int64" if example.dtype == torch.int64 else "float32"
     ids = sample_ids(made.evaluation, found, tuple(example.shape[1:])) if dtype == "int64" else None
     takes = {"shape": tuple(example.shape[1:]), "dtype": dtype, "normalisation": normalisation, "between": between,
@@ -129,11 +127,14 @@ def export_bundle(
     return write_bundle(with_groups(manifest, made.by_part), parts, folder)
 
 
-def _parts(made: Graphs, names: Sequence[str], torch_part: bool, stored: bool) -> dict[str, bytes]:
+def _parts(
+    made: Graphs, names: Sequence[str], torch_part: bool, progress: Callable[[str], None], stored: bool
+) -> dict[str, bytes]:
     """The bundle's files but the manifest, by name; with `stored` the weights among them. Raises ModelError."""
     module, example = made.witness.module, made.example
     parts = {part: graph.SerializeToString(deterministic=True) for part, graph in made.by_part.items()}
     if torch_part:
+        progress("writing model.pt2 and running it beside the module")
         programs = torch_programs(module, example, names, made.draws)
         prove_programs(made.witness, example, programs, made.draws)
         parts |= programs

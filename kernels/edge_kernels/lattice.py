@@ -35,6 +35,7 @@ from edge_kernels.lattice_model import (
     Span,
     log,
     looked_up,
+    tiles,
 )
 
 Bits = NDArray[np.bool_]
@@ -43,7 +44,6 @@ _HIGH = 4  # bits of a large number that are coded where its lowest ones are not
 _MOST_LOW = 15  # bits
 _UNARY = 16  # magnitudes below this are unary
 _CLASSES = 16  # of flags
-_TILE = 1 << 15  # members handled at a time
 _BLOCK = 32  # flags of the first block; each later end is five times the one before
 
 
@@ -176,8 +176,7 @@ def _signs(model: Model, places: I64, exchange: Exchange, given: I32) -> NDArray
     known = model.known
     expected, classes = np.ones(len(places), np.int8), np.zeros(len(places), np.uint8)
     start = 0.25 if model.dithered else 0.5
-    for low in range(0, len(places), _TILE):
-        s = slice(low, low + _TILE)
+    for s in tiles(len(places)):
         if (distances := known.distances(places[s])) is not None:
             fall, rise = distances
             expected[s] = np.where(rise <= fall, 1, -1)
@@ -191,8 +190,7 @@ def _sizes(model: Model, places: I64, exchange: Exchange, given: U32) -> I64:
     """The magnitudes, from 1: unary below 16, then the bits of what is beyond, as Elias-gamma numbers."""
     size = np.ones(len(places), np.int64)
     classes = np.empty(len(places), np.uint8)
-    for low in range(0, len(places), _TILE):
-        s = slice(low, low + _TILE)
+    for s in tiles(len(places)):
         classes[s] = np.clip((model.scales_at(places[s]) - 12 * OCTAVE) // OCTAVE, 0, 15)
     left = np.arange(len(places))
     for level in range(1, _UNARY):

@@ -86,8 +86,7 @@ class Model:
         _check(known)
         self.dithered = known.fall is not None
         self.base = np.full(self.d, _TOP + _OFFSET, np.int16)
-        for low in range(0, self.d, _TILE):
-            s = slice(low, low + _TILE)
+        for s in tiles(self.d):
             if (distances := known.distances(s)) is not None:
                 self.base[s] = log(np.minimum(*distances)) + np.int16(_OFFSET)
             if (held := known.magnitudes(s)) is not None:
@@ -230,7 +229,7 @@ class _Tensor:
         if columns == 1:  # a factor of each row would be one of each element
             rows = 1
         sums = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
-        for some in _blocks(rows, columns) if columns > 1 else ():
+        for some in tiles(rows, columns) if columns > 1 else ():
             held = known.magnitudes(slice(where.start + some.start * columns, where.start + some.stop * columns))
             if held is not None:
                 moved = held.reshape(-1, columns)
@@ -252,7 +251,7 @@ class _Tensor:
         if columns == 1:
             return by_row, by_row
         by_column = np.zeros(columns, np.int64)
-        for some in _blocks(rows, columns):
+        for some in tiles(rows, columns):
             here = self.where.start + some.start * columns, self.where.start + some.stop * columns
             by_column += _sum(_spread(due, *here, low, high).reshape(-1, columns), 0, 1 << UNIT)
         return by_row, by_column
@@ -275,8 +274,8 @@ class _Tensor:
             self.column_weight += seen
 
 
-def _blocks(rows: int, columns: int) -> Iterator[slice]:
-    """The rows of a tensor, as many at a time as make a tile."""
+def tiles(rows: int, columns: int = 1) -> Iterator[slice]:
+    """The rows of a tensor, or the elements of a vector, as many at a time as make a tile."""
     some = max(1, _TILE // columns)
     for low in range(0, rows, some):
         yield slice(low, min(low + some, rows))
@@ -364,8 +363,8 @@ def _part(a: NDArray[Any], low: int, high: int) -> NDArray[Any]:
 def looked_up(table: U32, index: NDArray[Any]) -> U32:
     """The table's entries, uint32[n]. In tiles: numpy copies an index to int64."""
     out = np.empty(len(index), np.uint32)
-    for low in range(0, len(index), _TILE):
-        table.take(index[low : low + _TILE], out=out[low : low + _TILE], mode="wrap")
+    for s in tiles(len(index)):
+        table.take(index[s], out=out[s], mode="wrap")
     return out
 
 

@@ -80,9 +80,8 @@ def _high(stream: int, count: int, start: int) -> U32:
 def _drawn(stream: int, size: int) -> U32:
     """The uniform numbers of a round that all its devices share, in units of 2**-32."""
     drawn = np.empty(size, np.uint32)
-    for low in range(0, size, BLOCK):
-        s = slice(low, min(low + BLOCK, size))
-        drawn[s] = _high(stream, s.stop - low, low)
+    for s in _pieces(0, size):
+        drawn[s] = _high(stream, s.stop - s.start, s.start)
     return drawn
 
 
@@ -103,11 +102,11 @@ def closeness(course: Course, rounds: Iterable[int], size: int) -> tuple[U32, U3
     """How near the numbers of a full cohort come to 0 and to 1 in any of the rounds, uint32[size] each."""
     streams, cohort = [_stream(course, round_) for round_ in rounds], np.uint32(course.cohort)
     fall, rise = np.empty(size, np.uint32), np.empty(size, np.uint32)
-    for low in range(0, size, BLOCK):
-        s = slice(low, min(low + BLOCK, size))
-        least, most = np.full(s.stop - low, 0xFFFFFFFF, np.uint32), np.zeros(s.stop - low, np.uint32)
+    for s in _pieces(0, size):
+        count = s.stop - s.start
+        least, most = np.full(count, 0xFFFFFFFF, np.uint32), np.zeros(count, np.uint32)
         for stream in streams:
-            folded = _high(stream, s.stop - low, low) * cohort  # modulo 2**32: the place drops out
+            folded = _high(stream, count, s.start) * cohort  # modulo 2**32: the place drops out
             np.minimum(least, folded, out=least)
             np.maximum(most, folded, out=most)
         fall[s], rise[s] = least // cohort, ~most // cohort
@@ -126,7 +125,7 @@ def extra_levels(samples: int, mean: float) -> int:
 def moves(part: Blocks, change: F32, factors: NDArray[np.float64], dither: U32, most: int) -> Counts:
     """``floor(change * factor + dither)`` within +-`most`, a factor for each tensor; `dither` in units of 2**-32."""
     out = np.empty(part.size, np.int32)
-    for s, factor in _blocks(part, factors):
+    for s, _, factor in _blocks(part, factors):
         exact = np.multiply(change[s], factor, dtype=np.float64)  # numpy 1 would multiply float32 in float32
         exact += dither[s] * 2.0**-32
         np.floor(exact, out=exact)
@@ -137,17 +136,22 @@ def moves(part: Blocks, change: F32, factors: NDArray[np.float64], dither: U32, 
 def add(part: Blocks, unit: F32, counts: Counts, parameters: F32) -> None:
     """Add ``unit * counts`` to parameters, with a unit for each tensor, in float64; they may become infinite."""
     with np.errstate(over="ignore"):
-        for block, place, each in zip(part.blocks, part.places, unit.astype(np.float64), strict=True):
-            for low in range(0, block.size, BLOCK):
-                own = parameters[block.span][low : low + BLOCK]
-                own[:] = own + each * counts[place][low : low + BLOCK]
+        for s, own, each in _blocks(part, unit.astype(np.float64)):
+            parameters[own] = parameters[own] + each * counts[s]
 
 
-def _blocks(part: Blocks, each: NDArray[np.float64]) -> Iterator[tuple[slice, np.float64]]:
-    """The places of every tensor with its value, in pieces that stay in the cache."""
-    for place, value in zip(part.places, each, strict=True):
-        for low in range(place.start, place.stop, BLOCK):
-            yield slice(low, min(low + BLOCK, place.stop)), value
+def _blocks(part: Blocks, each: NDArray[np.float64]) -> Iterator[tuple[slice, slice, np.float64]]:
+    """Pieces of every tensor: where they are in `part` and among the parameters, and the tensor's value."""
+    for block, place, value in zip(part.blocks, part.places, each, strict=True):
+        before = block.span.start - place.start
+        for s in _pieces(place.start, place.stop):
+            yield s, slice(before + s.start, before + s.stop), value
+
+
+def _pieces(start: int, stop: int) -> Iterator[slice]:
+    """Pieces that stay in the cache."""
+    for low in range(start, stop, BLOCK):
+        yield slice(low, min(low + BLOCK, stop))
 
 
 @dataclass(frozen=True)
