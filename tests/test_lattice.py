@@ -225,13 +225,12 @@ def test_both_sides_hold_the_same_numbers_after_any_pattern_of_missed_rounds(
             assert np.abs(moved - due).max() <= (0.5 * unit if len(mean) > 1 else 0) + 1e-4 * (1 + np.abs(due).max())
         if not bad:
             assert levels == sorted(levels)
-        if budget == 1:
-            expected = run_ = 0
-            for round_ in sorted(set(range(1, rounds)) & set(range(1, len(pattern) + 1)) - dropped):
-                run_ = run_ + 1 if round_ in bad else 0
-                if run_ == 2:
-                    expected, run_ = expected + 1, 0
-            assert fleet.state.level == MIDDLE - expected
+        most = run_ = 0
+        for round_ in sorted(set(range(1, rounds)) & set(range(1, len(pattern) + 1)) - dropped):
+            run_ = run_ + 1 if round_ in bad else 0
+            if run_ == 2:
+                most, run_ = most + 1, 0
+        assert fleet.state.level >= MIDDLE - most
 
 
 def test_only_a_device_that_lost_its_state_is_lost_and_its_next_downlink_holds_everything() -> None:

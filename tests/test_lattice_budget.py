@@ -179,7 +179,7 @@ def test_what_is_left_of_the_budget_counts_as_one_round_s_bytes_at_least() -> No
     assert risen == [3, 2, 2, 0]  # for 6, 4 and 3 rounds, the last delivery among them
 
 
-def test_nothing_rises_from_the_first_round_of_the_mean_on_and_the_guard_ends_at_level_0() -> None:
+def test_nothing_rises_from_the_first_round_of_the_mean_on() -> None:
     fleet = LatticeFleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=1000.0, average=0.5), THREE, rounds=12)
     fleet.play(*"abc")
     fleet.play(*"abc")
@@ -190,7 +190,6 @@ def test_nothing_rises_from_the_first_round_of_the_mean_on_and_the_guard_ends_at
         return fleet.method.levelled(fleet.course, round_, state, total).level
 
     assert [level(round_) for round_ in (4, 5, 6, 7)] == [MIDDLE + 3, MIDDLE + 3, MIDDLE, MIDDLE]  # 7 to 12: the mean
-    assert [level(4, bad=2, level=low) for low in (2, 1, 0)] == [1, 0, 0]
 
 
 def test_n_moves_onto_coarser_cells_and_loses_nothing() -> None:
@@ -279,11 +278,14 @@ def test_the_last_delivery_counts_as_a_round_for_each_cohort_there_is(monkeypatc
 def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(settings_module, "LEAST", 0.0)
     fleet = LatticeFleet(Lattice(epochs=1, quantum=0.25, lr=0.1, budget=6.0), THREE)
     fleet.play(*"abc", gain=-1.0)
-    for round_ in range(2, 9):
-        fleet.play("a", "b", gain=1.0 if round_ > 6 else -1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(settings_module, "LEAST", 0.0)
+        for _ in range(4):
+            fleet.play("a", "b", gain=-1.0)
+    for _ in range(3):
+        fleet.play("a", "b", gain=1.0)
     assert len({*fleet.state.history.levels.tolist(), fleet.state.level}) > 2
     assert fleet.state.level < fleet.state.history.levels.max()
     assert np.array_equal(fleet.receive("c").counts, fleet.receive("a").counts)
@@ -291,16 +293,49 @@ def test_a_device_that_was_away_while_steps_were_doubled_and_halved_receives_one
     assert not fleet.lost
 
 
-def test_the_budget_raises_nothing_while_rounds_are_bad_and_goes_on_after_good_ones(
+def test_nothing_rises_while_rounds_are_bad() -> None:
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.5, lr=0.1, budget=1e9), THREE)
+    fleet.play(*"abc")
+    fleet.play(*"abc")
+    total = Total(np.zeros(D), Mean(0), sizes=[1])
+
+    def level(bad: int) -> int:
+        after = fleet.method.levelled(fleet.course, 2, replace(fleet.state, bad=bad, spent=1e9), total)
+        return after.level - MIDDLE
+
+    assert [level(bad) for bad in (0, 1, 2, 5)] == [3, 0, 0, 0]
+
+
+def test_steps_are_halved_after_bad_rounds_if_the_budget_allows_twice_the_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(settings_module, "LEAST", 0.0)
-    fleet = LatticeFleet(Lattice(epochs=1, quantum=0.5, lr=0.1, budget=1e9), THREE)
-    for due in (MIDDLE, MIDDLE - 1, MIDDLE - 1, MIDDLE - 2):
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE)
+    fleet.play(*"abc")
+    fleet.play(*"abc")
+    total = Total(np.zeros(D), Mean(0), sizes=[1])
+
+    def after(need: float) -> tuple[int, int]:
+        """The level, less MIDDLE, and the bad rounds that count."""
+        monkeypatch.setattr(Lattice, "need", lambda *_: need)
+        now = fleet.method.levelled(fleet.course, 2, replace(fleet.state, bad=3), total)
+        return now.level - MIDDLE, now.bad
+
+    assert [after(need) for need in (0.1, 0.5, 0.51, 2.0)] == [(-1, 0), (-1, 0), (0, 3), (0, 3)]
+
+
+def test_the_guard_ends_at_level_0() -> None:
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE, rounds=24)
+    for _ in range(23):
         fleet.play(*"abc", gain=1.0)
-        assert (fleet.state.level, fleet.state.cell) == (due, due)
-    fleet.play(*"abc", gain=-1.0)
-    assert (fleet.state.level, fleet.state.cell) == (MIDDLE + 1, MIDDLE + 1)
+    assert fleet.state.history.levels.tolist() == [max(0, MIDDLE - i // 2) for i in range(23)][-HISTORY:]
+
+
+def test_halved_steps_wait_until_the_bytes_of_the_last_change_show() -> None:
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), {**THREE, "d": samples(0, 40)}, rounds=20)
+    for round_ in range(8):
+        fleet.play(*("ab", "cd")[round_ % 2], gain=-1.0 if round_ < 2 else 1.0)
+    levels = [*fleet.state.history.levels.tolist(), fleet.state.level]
+    assert [level - MIDDLE for level in levels] == [0, 0, 0, 0, -1, -1, -2, -2, -3]
 
 
 @pytest.mark.parametrize(("gains", "bad"), [((-1, 1, 1), 1), ((-1, -1, 1), 0), ((-5, 0, 9), 0), ((-9, 2, 1), 1)])

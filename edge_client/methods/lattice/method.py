@@ -23,7 +23,8 @@ step for each tensor, the federation's cohort K.
   cell first, and R takes the difference.
 - **Down.** How N changed since the one that the device holds (`delivery`). Statistics likewise (`batch_norm`).
 - **Budget.** `levelled` estimates what the rounds left need; beyond the budget, cells or moves become coarser.
-- **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one.
+- **Guard.** BAD_ROUNDS rounds in a row with a median gain above 0 lower the level by one, if the budget allows HALVED
+  times the bytes.
 - **Mean.** After the last round N and the statistics are sent as their means over the last rounds (`delivery`).
 - **Pruning.** `current` gives the state at the start of a round: after `prune_after` rounds that of the smaller network
   (`prune`). Every vector of a state, payload or update then is the smaller network's (`network.Network`).
@@ -81,6 +82,7 @@ from edge_client.protocol.payload import Arrays, Payload, allow_only, bytes_of, 
 from edge_client.task import Assignment, Course, Local, Personal, Task
 
 BAD_ROUNDS = 2  # in a row that halve the steps
+HALVED = 2  # times the bytes, at most, that halved steps take
 FIRST = 0.25  # of the quantum, in round 1: each device has its own steps then, so stratified dither does not cancel
 MOST_PARAMETERS = 1 << 24  # where all of them move, the coder takes no more
 LEAST = 1 / 16  # of the mean samples: a round's updates count as at least so many each, or small ones' noise would grow
@@ -94,7 +96,7 @@ class Lattice(Settings):
     """Averaging on a grid of whole numbers."""
 
     name: ClassVar[str] = "lattice"
-    revision: ClassVar[int] = 10  # the coordinator gives the number of devices
+    revision: ClassVar[int] = 11  # the guard keeps the budget
     rival: ClassVar[str] = "fedavg"
     search: ClassVar[Search] = {
         "lr": Range(0.001, 0.1, log=True),
@@ -268,27 +270,27 @@ class Lattice(Settings):
         return step, total.moves * (course.cohort / weight) / spread(part, step)
 
     def levelled(self, course: Course, round_: int, state: State, total: Total) -> State:
-        """The state with the levels of the next round: as the budget has them, and lower after bad rounds."""
+        """The state with the levels of the next round: coarser beyond the budget, finer after bad rounds within it."""
         n = levels.between(state, len(total.samples))
         late, like, grown = levels.lateness(state, n)
         up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
         state = replace(state, spent=state.spent + up + down)
+        if not (like and levels.settled(state, like)):
+            return state
+        typical = down if like == late else self.change_bytes(course, round_, state, like)
+        need = self.need(course, round_, state, n, up + grown * typical)
         free = round_ + self.window(course) < course.rounds and not state.bad and not state.coarser
-        if free and like and levels.settled(state, like):
-            typical = down if like == late else self.change_bytes(course, round_, state, like)
-            state = self.within_budget(course, round_, state, n, up + grown * typical)
-        if state.bad >= BAD_ROUNDS and state.level > 0:
-            state = replace(state, level=state.level - 1, bad=0)
+        if free and need > 1:
+            cells = levels.coarsest(state, n, course.rounds)
+            return levels.coarse(state, cells) if cells else levels.raised(state, need, self.top)
+        if state.bad >= BAD_ROUNDS and need <= 1 / HALVED and state.level > 0:
+            return replace(state, level=state.level - 1, bad=0)
         return state
 
-    def within_budget(self, course: Course, round_: int, state: State, n: float, bytes_: float) -> State:
-        """The state with coarser cells or moves if the rounds left, of `bytes_` each, need more than is left."""
+    def need(self, course: Course, round_: int, state: State, n: float, bytes_: float) -> float:
+        """What the rounds left take, at `bytes_` each, over what is left of the budget, at least one round's bytes."""
         left = self.allowed(network(course, state.units), n) - state.spent
-        need = (course.rounds - round_ + n) * bytes_ / max(bytes_, left)
-        if need <= 1:
-            return state
-        cells = levels.coarsest(state, n, course.rounds)
-        return levels.coarse(state, cells) if cells else levels.raised(state, need, self.top)
+        return (course.rounds - round_ + n) * bytes_ / max(bytes_, left)
 
     def change_bytes(self, course: Course, round_: int, state: State, rounds: int) -> int:
         """Coded bytes of the next downlink for a device whose last round lies `rounds` rounds before it."""

@@ -47,7 +47,7 @@ class Settings(LocalSgd):
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """The most that the server's momentum may be, by which N moves further where rounds agree; 0: none."""
     guard: bool = True
-    """Halve the steps after two rounds in which the model was worse than the bundle's."""
+    """Halve the steps after two rounds in which the model was worse than the bundle's, if the budget allows it."""
     prune: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the units of linear layers that stay; of convolutions its square root stays. None: nothing is pruned."""
     prune_after: Annotated[int, Field(ge=1)] = 4
