@@ -26,6 +26,7 @@ from edge_client.extras import installed, load, subclass_of
 
 Labels = NDArray[Any]
 WORST = -1e6  # the least score that is reported: R^2 has no lower bound
+LEFT_OUT = -100  # the label of a step that counts in no loss and no score: PyTorch's `ignore_index`
 _MOST = 2**31 - 1
 
 Size = Annotated[int, Field(gt=0, le=_MOST)]
@@ -117,13 +118,40 @@ class Classification(_Labels):
 
 
 class Sequence(_Labels):
-    """One of `classes` labels for each of `steps`. Labels int64[n, steps], outputs float32[n, steps, classes]."""
+    """One of `classes` labels for each of `steps`. Labels int64[n, steps], outputs float32[n, steps, classes].
+
+    A step without a label, such as the padding of a shorter sequence, has the label `LEFT_OUT`.
+    """
 
     shape: ClassVar[tuple[str, ...]] = ("steps", "classes")
     kind: Literal["sequence"] = "sequence"
     steps: Size
     classes: Classes
     loss: Literal["cross_entropy"] = "cross_entropy"
+
+    def check(self, y: Labels, what: str) -> Labels:
+        """The labels as int64. Raises DataError, also when every label is left out."""
+        if not np.issubdtype(y.dtype, np.integer):
+            return super().check(y, what)
+        counted = y != LEFT_OUT
+        if y.size and not counted.any():
+            raise DataError(f"{what}: every label is {LEFT_OUT}, which leaves it out; label a step at least")
+        try:
+            labels = super().check(np.where(counted, y, 0), what)
+        except DataError as error:
+            raise DataError(f"{error}; {LEFT_OUT} marks a step without a label") from None
+        return np.where(counted, labels, LEFT_OUT)
+
+    def score(self, outputs: NDArray[Any], y: Labels) -> float:
+        """The share of labels that are the largest output, of those that count; 0.0 when none does."""
+        counted = y != LEFT_OUT
+        return float((outputs.argmax(axis=-1) == y).sum() / max(int(counted.sum()), 1))
+
+    def torch_loss(self, outputs: Any, y: Any) -> Any:
+        """Cross-entropy, the mean over the labels that count; 0 when none does."""
+        # `_Labels.torch_loss` is 0 at a step left out, but counts it: dividing by the share that counts takes it out.
+        counted = (y != LEFT_OUT).to(outputs.dtype).mean()
+        return super().torch_loss(outputs, y) / counted.clamp(min=1.0 / _MOST)
 
 
 class Regression(Target):

@@ -476,6 +476,7 @@ def held(*labels: list[int]) -> dict[str, DeviceData]:
 def test_the_table_has_a_bar_for_each_class_and_a_summary_for_the_rest() -> None:
     devices = held([0, 0, 0, 0, 1], [2, 2], [1, 2])
     assert histogram.counts(devices, 3).tolist() == [[4, 1, 0], [0, 0, 2], [0, 1, 1]]
+    assert histogram.counts(held([[0, -100], [2, 2]]), 3).tolist() == [[1, 0, 2]]  # -100: a step without a label
     lines = histogram.table(devices, 3, most=2).splitlines()
     assert lines[1] == "d0      5      0      0  █▂ "
     assert lines[2].endswith("  █")

@@ -19,7 +19,7 @@ from edge_client.equality import TOLERANCE
 from edge_client.errors import BundleError, CompactionError, DataError, ModelError
 from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.payload import Payload
-from edge_client.targets import WORST, Classification, Regression, Sequence, Target
+from edge_client.targets import LEFT_OUT, WORST, Classification, Regression, Sequence, Target
 from edge_client.task import Assignment, Course, Personal, Task
 from edge_client.training import open_trainer
 from edge_client.training.sgd import Sgd
@@ -70,7 +70,9 @@ CHECKS = [
     (TARGETS[0], np.zeros((3, 1), int), r"shape \(3, 1\); give \(3,\)"),
     (TARGETS[1], np.zeros(3, int), r"shape \(3,\); give \(3, 4\)"),
     (TARGETS[1], np.zeros((3, 5), int), r"shape \(3, 5\); give \(3, 4\)"),
-    (TARGETS[1], np.array([[0, 1, 2, 0], [0, 0, -1, 0]]), r"label -1 at index 1, 2"),
+    (TARGETS[0], np.array([0, LEFT_OUT]), r"label -100 at index 1 is outside"),
+    (TARGETS[1], np.array([[0, 1, 2, 0], [0, 0, -1, 0]]), r"label -1 at index 1, 2.*; -100 marks a step without a"),
+    (TARGETS[1], np.full((2, 4), LEFT_OUT), r"every label is -100"),
     (TARGETS[2], np.zeros(3), r"shape \(3,\); give 2 for each sample, shape \(3, 2\)"),
     (TARGETS[2], np.zeros((3, 1)), r"shape \(3, 1\); give 2"),
     (TARGETS[2], np.array([["a", "b"]]), "dtype <U1; give numbers"),
@@ -97,6 +99,16 @@ def test_accuracy_is_the_share_of_samples_or_steps_whose_largest_output_is_the_l
     assert TARGETS[0].score(outputs, np.array([0, 1, 0, 2])) == 0.75
     steps = np.stack([outputs, outputs])
     assert TARGETS[1].score(steps, np.array([[0, 1, 2, 2], [1, 1, 0, 2]])) == 0.75
+
+
+def test_a_step_without_a_label_passes_the_check_and_counts_in_no_score() -> None:
+    y = np.array([[0, 1, LEFT_OUT, 2], [1, LEFT_OUT, LEFT_OUT, LEFT_OUT]], np.int16)
+    checked = TARGETS[1].check(y, "mine")
+    assert checked.dtype == np.int64
+    assert np.array_equal(checked, y)
+    outputs = np.eye(3)[[[0, 1, 2, 0], [1, 0, 0, 0]]]
+    assert TARGETS[1].score(outputs, checked) == 3 / 4
+    assert TARGETS[1].score(outputs[1:, 1:], checked[1:, 1:]) == 0.0  # no label counts
 
 
 def test_r_squared_by_hand() -> None:
@@ -207,6 +219,36 @@ def test_a_model_of_this_target_learns_on_every_backend_alike_and_compacts(
     if bundle.manifest.input.dtype == "int64":
         with pytest.raises(CompactionError, match="give samples"):
             write_personal(bundle, personal, tmp_path / "unproved.onnx")
+
+
+def test_the_loss_of_a_sequence_is_the_mean_over_the_steps_that_have_a_label() -> None:
+    torch.manual_seed(0)
+    outputs = torch.randn(2, 4, 3, requires_grad=True)
+    y = torch.tensor([[0, 1, LEFT_OUT, 2], [1, LEFT_OUT, LEFT_OUT, LEFT_OUT]])
+    (got,) = torch.autograd.grad(loss := TARGETS[1].torch_loss(outputs, y), outputs)
+    due = nn.functional.cross_entropy(outputs[y != LEFT_OUT], y[y != LEFT_OUT])
+    (expected,) = torch.autograd.grad(due, outputs)
+    torch.testing.assert_close(loss, due)
+    torch.testing.assert_close(got, expected)
+    none = TARGETS[1].torch_loss(outputs, torch.full_like(y, LEFT_OUT))
+    assert none == 0
+    assert not torch.autograd.grad(none, outputs)[0].any()
+
+
+def test_what_a_padded_step_holds_changes_nothing_that_a_causal_model_learns(tmp_path: Path) -> None:
+    example, target = torch.zeros(2, 6, dtype=torch.int64), Sequence(steps=6, classes=2)
+    bundle = export_bundle(Tagger(), example, tmp_path / "b", name="b", target=target)
+    x, y = (np.asarray(a) + 0 for a in tagged(9))
+    y[:, 4:] = LEFT_OUT
+    start, other = bundle.model(), x.copy()
+    other[:, 4:] = LETTERS - 1
+    for backend in BACKENDS:
+        trainer = open_trainer(backend, bundle)
+        one = trainer.gradient(start.parameters, start.buffers, x, y)
+        kept = one.loss, one.parameters.copy()
+        two = trainer.gradient(start.parameters, start.buffers, other, y)
+        assert kept[0] == two.loss
+        np.testing.assert_allclose(kept[1], two.parameters, atol=1e-7)
 
 
 def test_the_sizes_of_a_target_follow_from_the_outputs_when_they_are_not_given(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from edge_client.targets import Target
+from edge_client.targets import LEFT_OUT, Sequence, Target
 from edge_export.dropout import Drops, repeatable
 from edge_export.modes import duplicate, in_training, running
 from edge_export.rewriting import Rewriting
@@ -43,11 +43,14 @@ def inputs(module: nn.Module, example: Tensor, random: torch.Generator) -> Draw:
 
 
 def labels(target: Target, n: int, random: torch.Generator) -> Tensor:
-    """Labels or numbers of `n` samples."""
+    """Labels or numbers of `n` samples; some steps of a sequence have no label."""
     made = torch.from_numpy(target.labels(n))
     if made.is_floating_point():
         return torch.randn(made.shape, generator=random)
-    return torch.randint(0, target.output[-1], made.shape, generator=random)
+    drawn = torch.randint(0, target.output[-1], made.shape, generator=random)
+    if isinstance(target, Sequence):
+        drawn[:, 1::3] = LEFT_OUT
+    return drawn
 
 
 def scaled(module: nn.Module, values: Values, x: Tensor, times: float) -> tuple[Values, Tensor]:

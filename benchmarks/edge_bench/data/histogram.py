@@ -13,6 +13,7 @@ from edge_client.bench import plots
 from edge_client.bundle import Input
 from edge_client.data import DeviceData, doubts
 from edge_client.errors import ConfigError
+from edge_client.targets import LEFT_OUT
 
 BARS = " ▁▂▃▄▅▆▇█"
 COLUMNS = 64  # classes beyond share a bar with their neighbours
@@ -27,7 +28,7 @@ def counts(devices: Mapping[str, DeviceData], classes: int) -> NDArray[np.int64]
     rows = [np.concatenate([d.y.reshape(-1), d.y_val.reshape(-1)]) for d in devices.values()]
     if any(not np.issubdtype(row.dtype, np.integer) for row in rows):
         raise ConfigError("the labels are no classes, so there is no histogram of them")
-    return np.stack([np.bincount(row, minlength=classes) for row in rows])
+    return np.stack([np.bincount(row[row != LEFT_OUT], minlength=classes) for row in rows])
 
 
 def bars(row: NDArray[np.int64]) -> str:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edge_bench.testing.require import require
 from edge_client.bundle import F32, Bundle, Manifest
-from edge_client.targets import Regression
+from edge_client.targets import LEFT_OUT, Regression, Sequence
 from edge_client.training import Gradient, Trainer, open_trainer
 from edge_client.training.sgd import Sgd
 
@@ -17,7 +17,10 @@ Samples = tuple[NDArray[Any], NDArray[Any]]
 
 
 def samples(manifest: Manifest, n: int, seed: int, tokens: int = 2) -> Samples:
-    """`n` random samples in the shape of the bundle's input, labels of its target; token ids are below `tokens`."""
+    """`n` random samples in the shape of the bundle's input, labels of its target; token ids are below `tokens`.
+
+    Some steps of a sequence have no label.
+    """
     rng = np.random.default_rng(seed)
     shape = (n, *manifest.input.shape)
     whole = manifest.input.dtype == "int64"
@@ -26,7 +29,10 @@ def samples(manifest: Manifest, n: int, seed: int, tokens: int = 2) -> Samples:
     if isinstance(manifest.target, Regression):
         return x, rng.standard_normal(y.shape).astype(np.float32)
     classes = getattr(manifest.target, "classes", 1)
-    return x, rng.integers(0, classes, y.shape).astype(y.dtype)
+    y = rng.integers(0, classes, y.shape).astype(y.dtype)
+    if isinstance(manifest.target, Sequence):
+        y[:, 1:][rng.random((n, manifest.target.steps - 1)) < 0.4] = LEFT_OUT
+    return x, y
 
 
 def check_trainer(trainer: Trainer, bundle: Bundle, reference: str = "onnxruntime", tokens: int = 2) -> None:
