@@ -677,6 +677,15 @@ def test_a_narrow_step_drops_what_the_whole_one_drops(tmp_path: Path) -> None:
         np.testing.assert_allclose(got.parameters, expected.parameters, rtol=0, atol=1e-5 * scale)
 
 
+@pytest.mark.parametrize("last", [nn.Dropout(0.2, inplace=True), nn.ReLU(inplace=True)], ids=["dropout", "relu"])
+def test_channels_are_followed_through_a_change_in_place_of_flattened_features(tmp_path: Path, last: nn.Module) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 2), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last, nn.Linear(4, 3))
+    m = export_bundle(
+        net, torch.zeros(2, 1, 5, 5), tmp_path / "b", name="b", target={"kind": "classification"}, torch_part=False
+    ).manifest
+    assert ({g.name: g.size for g in m.groups}, m.stopped) == ({"0": 4}, ())
+
+
 def test_heads_whose_weights_are_dropped_beside_the_samples_form_no_group(tmp_path: Path) -> None:
     """Which weights are dropped follows from the number of heads there; a narrow step did not run."""
     m = bundle_of(_Dropping(weights=True), (6, 3), tmp_path).manifest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -204,12 +205,31 @@ def _flat_places(w: Writer, size: Sequence[Any], stride: Sequence[Any], offset: 
     return total
 
 
+def _is_whole(w: Writer, a: Any) -> bool:
+    """Whether `as_strided` reads every entry of the tensor in its order, as a change in place of a reshape does."""
+
+    def expression(value: Any) -> Any:
+        found = w.meta(value)
+        return found.node.expr if isinstance(found, torch.SymInt) else found
+
+    step: Any = 1
+    for n, stride in zip(reversed(a.size), reversed(a.stride), strict=True):
+        if w.fixed(n) != 1 and expression(stride) != step:
+            return False
+        step = step * expression(n)
+    return not a.storage_offset and step == prod(map(expression, w.meta(a.self).shape))
+
+
 def _as_strided(w: Writer, a: Any, out: Any) -> str:
+    if _is_whole(w, a):
+        return w.reshape(w.tensor(a.self), out.shape)
     flat = w.op("Reshape", w.tensor(a.self), w.ints([-1]))
     return w.op("Gather", flat, _flat_places(w, a.size, a.stride, a.storage_offset), axis=0)
 
 
 def _as_strided_scatter(w: Writer, a: Any, out: Any) -> str:
+    if _is_whole(w, a):
+        return w.reshape(w.tensor(a.src, out.dtype), out.shape)
     flat, places = w.op("Reshape", w.tensor(a.self), w.ints([-1])), _flat_places(w, a.size, a.stride, a.storage_offset)
     index, source = (w.op("Reshape", v, w.ints([-1])) for v in (places, w.tensor(a.src, out.dtype)))
     return w.reshape(w.op("ScatterElements", flat, index, source, axis=0), out.shape)
