@@ -430,7 +430,10 @@ def test_moves_of_the_whole_network_are_refused_after_the_pruning() -> None:
 def test_settings_of_a_pruning_that_does_not_come_are_refused(name: str, value: Any) -> None:
     course = Course(model(M), 1, 9, 3)
     idle = make_method({"name": "lattice", name: value})  # one that a coordinator has stored is still read
-    with pytest.raises(ConfigError, match=rf"{name} = .* changes nothing without pruning; set prune too"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{name} = .* changes nothing while prune is not set; set .* prune = 0\.5, or leave {name} out",
+    ):
         idle.start(course)
     pruned = make_method({"name": "lattice", name: value, "prune": 0.5})
     assert getattr(pruned, name) == value
@@ -462,7 +465,7 @@ def test_a_federation_that_cannot_be_pruned_is_refused() -> None:
         return M.model_copy(update={"layers": tuple(layers)})
 
     start(pruning(), recurrent("2"))  # the units that a recurrent layer reads stay
-    with pytest.raises(ConfigError, match="removes no unit"):
+    with pytest.raises(ConfigError, match=r"removes no unit .* such as a recurrent or a weight-normalised one; name a"):
         start(pruning(), recurrent("1"))
 
 

@@ -5,7 +5,7 @@ for it. Where a batch-norm follows, its scale stands for the incoming weights, w
 of an attention have no outgoing weights: there the incoming ones count alone. Linear layers keep the share `prune` of
 their units. Convolutions keep the square root of that share: they have few of the parameters, and the same share for
 all cost 10 points in a prototype on FEMNIST. Units that any other layer makes or reads stay: those of an LSTM, GRU or
-RNN, and those before it.
+RNN or of a weight-normalised layer, and those before it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def check(course: Course, prune: float, prune_after: int, prune_keep: Mapping[st
     if network(course, packed).units is None:
         raise ConfigError(
             f"prune = {prune} removes no unit of model {m.name!r}: its groups {[g.name for g in m.groups]} are too "
-            "small, or belong to layers that are neither linear nor convolutions, such as recurrent ones; name a group "
-            "in prune_keep, leave prune out, or choose another model"
+            "small, or a layer other than a plain linear one or a convolution makes or reads them, such as a recurrent "
+            "or a weight-normalised one; name a group in prune_keep, leave prune out, or choose another model"
         )
 
 

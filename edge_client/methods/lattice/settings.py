@@ -66,7 +66,10 @@ class Settings(LocalSgd):
         default = type(self)()  # defaults are written into a federation's settings too
         for name in OF_PRUNING if self.prune is None else ():
             if (value := getattr(self, name)) != getattr(default, name):
-                raise ConfigError(f"{name} = {value!r} changes nothing without pruning; set prune too, or leave it out")
+                raise ConfigError(
+                    f"{name} = {value!r} changes nothing while prune is not set; set the share of units that stays, "
+                    f"such as prune = 0.5, or leave {name} out"
+                )
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
         whole = ("a larger prune",) if self.prune is not None else ()
