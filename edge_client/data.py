@@ -12,7 +12,7 @@ Where the bundle has a normalisation of raw samples, `fit` applies it, unless th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,10 +23,11 @@ from edge_kernels import counter
 from numpy.typing import NDArray
 
 from edge_client.bundle import Input, Manifest
-from edge_client.errors import DataError
+from edge_client.errors import DataError, suggestion
 
 TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1
 SAMPLES = ("x", "x_val", "x_test")
+KEYS = (*SAMPLES, "y", "y_val", "y_test", "group", "normalised")
 CHECKED = 1000  # samples, at most about twice as many, whose scale is looked at
 FAR, NEAR = 10.0, 0.02  # times the model's scale: values beyond the first, or differences below the second, are named
 ADVICE = "write x and y with numpy.savez(path, x=..., y=...)"
@@ -158,11 +159,13 @@ def read(path: Path) -> DataFile:
     return checked(str(path), arrays_of(path))
 
 
-def checked(what: str, arrays: Mapping[str, NDArray[Any]]) -> DataFile:
+def checked(what: str, arrays: Mapping[str, NDArray[Any]], keys: Collection[str] = KEYS) -> DataFile:
     """A device's arrays, checked as far as that needs no bundle; `what` names them in errors. Raises DataError."""
     missing = {"x", "y"} - arrays.keys()
     if missing:
         raise DataError(f"{what} lacks {' and '.join(sorted(missing))}; it has {', '.join(sorted(arrays))}: {ADVICE}")
+    if unknown := sorted(arrays.keys() - set(keys)):
+        raise DataError(f"{what} holds {unknown}; known are {', '.join(keys)}{suggestion(unknown[0], keys)}")
     y = arrays["y"]
     _check_lengths(arrays["x"], y, what)
     if y.dtype.kind not in "fiub":

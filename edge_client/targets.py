@@ -84,6 +84,11 @@ class _Labels(Target):
     def check(self, y: Labels, what: str) -> Labels:
         """The labels as int64. Raises DataError."""
         *due, classes = self.output
+        if y.shape[1:] == self.output:
+            raise DataError(
+                f"{what}: labels have shape {y.shape}, as one-hot ones have; give y.argmax(axis=-1), shape "
+                f"{(len(y), *due)}"
+            )
         if not np.issubdtype(y.dtype, np.integer):
             raise DataError(f"{what}: labels have dtype {y.dtype}; give integers 0..{classes - 1}")
         if y.ndim == 0 or y.shape[1:] != tuple(due):

@@ -49,6 +49,12 @@ def test_the_file_s_own_test_samples_are_used(tmp_path: Path) -> None:
     assert (len(data.y), len(data.y_val), len(data.y_test)) == (18, 2, 3)
 
 
+def test_an_array_that_nothing_reads_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    path = saved(tmp_path, x=X, y=Y, x_tset=X[:3], y_test=Y[:3])
+    with pytest.raises(DataError, match=r"holds \['x_tset'\]; known are x, .*normalised.*did you mean 'x_test'"):
+        read(path)
+
+
 def big(samples: int, group: np.ndarray | None = None, **parts: np.ndarray) -> dict[str, np.ndarray]:
     """`samples` rows, each marked by its index, and the group of each."""
     x = np.repeat(np.arange(samples, dtype=np.float64)[:, None], 3, axis=1)

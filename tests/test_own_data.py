@@ -118,6 +118,21 @@ def test_a_folder_for_each_device_above_is_a_natural_split_of_what_the_model_tak
     assert wide["north"].x.shape[1:] == (18,)  # a model that takes flat samples
 
 
+def test_a_first_image_that_is_grey_makes_no_coloured_one_grey_unasked(tmp_path: Path) -> None:
+    picture(tmp_path / "a" / "0.png", 100, mode="L")
+    picture(tmp_path / "b" / "0.png", RED)
+    config = DataConfig(name="images", path=tmp_path)
+    s = read(config)
+    assert not isinstance(s, DeviceFiles)
+    assert s.samples(np.arange(1)).shape == (1, 1, 4, 6)
+    with pytest.raises(DataError, match='first image is grey and another has colour; set colour = "rgb", or "grey"'):
+        s.samples(np.arange(2))
+    for colour, channels in (("rgb", 3), ("grey", 1)):
+        s = read(config.model_copy(update={"colour": colour}))
+        assert not isinstance(s, DeviceFiles)
+        assert s.samples(np.arange(2)).shape == (2, channels, 4, 6)
+
+
 def test_sixteen_bits_a_pixel_and_turned_photographs_come_out_right(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(tmp_path / "a" / "0.png")

@@ -67,6 +67,8 @@ def test_a_target_s_own_labels_pass_its_check_unchanged(target: Target) -> None:
 CHECKS = [
     (TARGETS[0], np.zeros(3), r"labels have dtype float64; give integers 0\.\.2"),
     (TARGETS[0], np.array([0, 1, 3]), r"label 3 at index 2 is outside 0\.\.2, the model's 3 classes; number"),
+    (TARGETS[0], np.eye(3)[[0, 1]], r"shape \(2, 3\), as one-hot ones have; give y\.argmax\(axis=-1\), shape \(2,\)"),
+    (TARGETS[1], np.zeros((2, 4, 3), bool), r"as one-hot ones have; give y\.argmax\(axis=-1\), shape \(2, 4\)"),
     (TARGETS[0], np.zeros((3, 1), int), r"shape \(3, 1\); give \(3,\)"),
     (TARGETS[1], np.zeros(3, int), r"shape \(3,\); give \(3, 4\)"),
     (TARGETS[1], np.zeros((3, 5), int), r"shape \(3, 5\); give \(3, 4\)"),

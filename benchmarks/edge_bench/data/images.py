@@ -25,13 +25,14 @@ class Form:
     """How an image becomes a sample float32[channels, *size]: (value / 255 - mean) / deviation.
 
     `size` is (height, width); it and `colour` may be None: then those of the first image. `mean` and `deviation` have
-    one value for all channels, or one each.
+    one value for all channels, or one each. With `guessed` nothing but the first image says that all are grey.
     """
 
     size: tuple[int, int] | None = None
     colour: Colour | None = None
     mean: tuple[float, ...] = (0.0,)
     deviation: tuple[float, ...] = (1.0,)
+    guessed: bool = False
 
     @property
     def channels(self) -> int:
@@ -40,18 +41,19 @@ class Form:
     def of(self, image: Image.Image) -> Form:
         """With what is not set taken from `image`. Raises DataError for a mean or deviation of wrong length."""
         height, width = (image.width, image.height) if _lies(image) else (image.height, image.width)
-        grey = image.mode in ("1", "L", "LA", "I", "I;16", "F")
-        form = replace(
-            self,
-            size=self.size or (height, width),
-            colour=self.colour or ("grey" if grey else "rgb"),
-        )
+        colour = self.colour or ("grey" if _is_grey(image) else "rgb")
+        guessed = self.colour is None and colour == "grey"
+        form = replace(self, size=self.size or (height, width), colour=colour, guessed=guessed)
         for key in ("mean", "deviation"):
             if len(getattr(form, key)) not in (1, form.channels):
                 raise DataError(
                     f"`{key}` has {len(getattr(form, key))} values for {form.channels} channels; give 1 or as many"
                 )
         return form
+
+
+def _is_grey(image: Image.Image) -> bool:
+    return image.mode in ("1", "L", "LA", "I", "I;16", "F")
 
 
 def _lies(image: Image.Image) -> bool:
@@ -78,11 +80,16 @@ def form(
 
 
 def stack(pictures: Iterable[Image.Image], n: int, form: Form) -> NDArray[np.float32]:
-    """`n` pictures as samples float32[n, channels, height, width]; `form` is complete."""
+    """`n` pictures as samples float32[n, channels, height, width]; `form` is complete.
+
+    Raises DataError for one in colour where the first image, which is grey, stands for all.
+    """
     assert form.size is not None
     height, width = form.size
     x = np.empty((n, form.channels, height, width), np.float32)
     for place, picture in zip(x, pictures, strict=True):
+        if form.guessed and not _is_grey(picture):
+            raise DataError('the first image is grey and another has colour; set colour = "rgb", or "grey" for all')
         upright = ImageOps.exif_transpose(picture)
         if upright.mode.startswith("I"):  # 16 bits a pixel: Pillow's own conversion would cut at 255
             upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))

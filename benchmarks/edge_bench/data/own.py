@@ -28,7 +28,6 @@ from edge_client.protocol.messages import Name
 
 GROUP = "maskfleet.sources"
 WHOLE = ("x", "y", "owner", "group", "is_test")
-OF_A_DEVICE = ("x", "y", "group", "x_val", "y_val", "x_test", "y_test", "normalised")
 FACTORY = "a function that returns a data set's arrays"
 RETURNS = (
     "a mapping with x, y and, if there are any, owner, group, is_test; the pair (x, y); or a mapping of each device's "
@@ -77,7 +76,7 @@ def read_npz(path: Path) -> Samples | DeviceFiles:
         raise DataError(f"the folder {path} holds no .npz file; name a file, or put DEVICE.npz files there")
     for file in files:
         check_name(file.stem, str(file))
-    return _files({file.stem: _of_a_device(read_file(file).arrays, str(file)) for file in files}, f"the folder {path}")
+    return _files({file.stem: read_file(file) for file in files}, f"the folder {path}")
 
 
 def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
@@ -89,8 +88,7 @@ def whole(arrays: Mapping[str, NDArray[Any]], what: str) -> Samples:
     if "y" in arrays:
         y, classes = numbered(arrays["y"])
         arrays = {**arrays, "y": y}
-    checked(what, arrays)
-    _check_keys(arrays, WHOLE, what)
+    checked(what, arrays, WHOLE)
     x, y = arrays["x"], arrays["y"]
     n = len(y)
     for key in ("owner", "group", "is_test"):
@@ -143,17 +141,6 @@ def named(owner: NDArray[Any] | None, what: str) -> tuple[NDArray[np.int64] | No
     return numbers.astype(np.int64), tuple(found.tolist())
 
 
-def _check_keys(arrays: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
-    unknown = sorted(map(str, set(arrays) - set(keys)))
-    if unknown:
-        raise DataError(f"{what} holds {unknown}; known are {', '.join(keys)}{suggestion(unknown[0], keys)}")
-
-
-def _of_a_device(arrays: Mapping[str, NDArray[Any]], what: str) -> DataFile:
-    _check_keys(arrays, OF_A_DEVICE, what)
-    return checked(what, arrays)
-
-
 # --- Python
 
 
@@ -194,7 +181,7 @@ def returned(factory: Callable[..., Any], place: str, arguments: Mapping[str, An
         for name, arrays in made.items():
             check_name(str(name), place)
             what = f"{place}, device {str(name)!r}"
-            devices[str(name)] = _of_a_device(_arrays(arrays, what), what)
+            devices[str(name)] = checked(what, _arrays(arrays, what))
         return _files(devices, place)
     if not {"x", "y"} <= made.keys():
         raise DataError(f"{place} returned a mapping with the keys {list(made)[:5]}; return {RETURNS}")
