@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +36,8 @@ ROWS = 2  # the fewest rows of a recording
 LONGEST = 1e6  # seconds that no recording lasts: they are of another unit
 LOOK = 0.2  # seconds between two looks at a file
 ACCURACY = Accuracy(0.01, 0.005, 0.001)
+Columns = list[tuple[int, float]]
+"""Of the time and of what makes the power, the place in a row and the scale of its unit."""
 
 
 def parse(text: str, where: str) -> tuple[F64, F64]:
@@ -45,16 +47,13 @@ def parse(text: str, where: str) -> tuple[F64, F64]:
     MeterError.
     """
     try:
-        found = [(rows, head) for rows in _rows(text) if (head := _heading(rows, where))]
+        columns, rows = _table(text, where)
     except csv.Error as error:
         raise MeterError(
             f"{where} cannot be read as a table: {error}; look for a quotation mark that is not closed"
         ) from None
-    if not found:
-        raise MeterError(f"{where} has no line of column names; {NAMES}")
-    rows, (at, columns) = found[0]
     scales = np.array([scale for _, scale in columns])
-    times, *values = (_figures(rows[at + 1 :], [place for place, _ in columns], where) * scales).T
+    times, *values = (_figures(rows, [place for place, _ in columns], where) * scales).T
     fresh = _fresh(times, where)
     watts = np.prod(values, axis=0)[fresh]
     try:
@@ -64,14 +63,18 @@ def parse(text: str, where: str) -> tuple[F64, F64]:
     return times[fresh], watts
 
 
-def _rows(text: str) -> list[list[list[str]]]:
-    """The cells of each line, by comma, semicolon and tab."""
-    return [[row for row in csv.reader(io.StringIO(text), delimiter=mark) if len(row) > 1] for mark in ",;\t"]
+def _table(text: str, where: str) -> tuple[Columns, list[list[str]]]:
+    """The columns, and the rows below their names, by the separator that parts the names. Raises MeterError."""
+    for separator in ",;\t":
+        rows = (row for row in csv.reader(io.StringIO(text), delimiter=separator) if len(row) > 1)
+        if columns := _heading(rows, where):
+            return columns, list(rows)
+    raise MeterError(f"{where} has no line of column names; {NAMES}")
 
 
-def _heading(rows: Sequence[Sequence[str]], where: str) -> tuple[int, list[tuple[int, float]]] | None:
-    """The row of the names; of the time and of what makes the power, the column and the scale of its unit."""
-    for at, names in enumerate(rows):
+def _heading(rows: Iterator[list[str]], where: str) -> Columns:
+    """The columns, none without names; `rows` are read up to the names."""
+    for names in rows:
         found = dict[str, tuple[int, float]]()
         for place, name in enumerate(names):
             match = NAME.fullmatch(name.strip(" #\ufeff"))  # spreadsheets begin a file with a mark of its encoding
@@ -85,8 +88,8 @@ def _heading(rows: Sequence[Sequence[str]], where: str) -> tuple[int, list[tuple
             found[quantity] = place, PREFIXES[unit[:-1]]
         for wanted in WANTED:
             if found.keys() >= set(wanted):
-                return at, [found[quantity] for quantity in wanted]
-    return None
+                return [found[quantity] for quantity in wanted]
+    return []
 
 
 def _figures(rows: Sequence[Sequence[str]], places: Sequence[int], where: str) -> F64:
