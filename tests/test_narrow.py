@@ -221,6 +221,18 @@ class _Involution(nn.Module):
         return self.head((windows * self.weights(self.reduced(x)).flatten(2)[:, None]).sum(2).mean(2))
 
 
+class _Patches(nn.Module):
+    """A layer on overlapping patches, and their mean: its gradient is spread over as many as the batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.each, self.head = nn.Unfold(3, padding=1), nn.Linear(18, 8), nn.Linear(8, 5)
+
+    def forward(self, x: T) -> T:
+        """Logits."""
+        return self.head(self.each(self.patches(x).transpose(1, 2)).relu().mean(1))
+
+
 class _Rotary(nn.Module):
     """Causal attention of heads whose entries are rotated by their positions."""
 
@@ -470,6 +482,7 @@ def test_a_narrow_trainer_gives_the_whole_one_s_numbers_at_zeros_whatever_the_ba
         (_Standardised, (2, 6, 6), {"first": 8, "kernels": 6}),
         (_GraphAttention, (6, 3), {"layer": 4}),
         (_Involution, (2, 6, 6), {"reduced": 6}),
+        (_Patches, (2, 6, 6), {"each": 8}),
         (_Rotary, (6, 3), {"q": 3}),
         (_Placed, (6, 3), {"q": 4}),
         (_PaddedSteps, (6, 3), {"encoder.layers.0.self_attn": 4, "encoder.layers.0.linear1": 16}),

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 from onnx import ModelProto, ValueInfoProto, helper
 
@@ -22,6 +23,7 @@ from edge_client.bundle import Bundle, Manifest
 from edge_client.errors import BundleError, ConfigError
 from edge_client.graph.axes import Shape
 from edge_client.narrow import Axes, Channels, cuts, narrow
+from edge_client.runtimes.onnx import open_onnx
 from edge_client.training.cut_graph import Cut, equal
 from edge_client.training.cut_rules import follow
 
@@ -60,11 +62,12 @@ def _shapes(model: ModelProto, sample: Shape) -> dict[str, Shape | None]:
         dims = value.type.tensor_type.shape.dim
         sizes = (PROBE, *sample) if value.name == "x" else [d.dim_value or PROBE for d in dims]
         value.type.tensor_type.shape.CopyFrom(helper.make_tensor_type_proto(1, sizes).tensor_type.shape)
+    found: dict[str, Shape | None] = {}
+    ran: dict[str, Shape] = {}
     try:
         graphs = [_inferred(probe, data_prop=True)]
     except ConfigError:  # onnx takes the values of small tables for sizes, and compares their lengths
-        graphs = [_inferred(probe, data_prop=False)]
-    found: dict[str, Shape | None] = {}
+        graphs, ran = [_inferred(probe, data_prop=False)], _ran(probe)
     for graph in graphs:
         graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
         found |= dict.fromkeys(name for node in graph.node for name in node.output)
@@ -73,7 +76,22 @@ def _shapes(model: ModelProto, sample: Shape) -> dict[str, Shape | None]:
             kind = value.type.tensor_type
             if kind.HasField("shape") and all(d.HasField("dim_value") for d in kind.shape.dim):
                 found[value.name] = tuple(d.dim_value for d in kind.shape.dim)
-    return found
+    return found | ran
+
+
+def _ran(probe: ModelProto) -> dict[str, Shape]:
+    """The shape of every value but those within a Scan, from a run on zeros. Raises ConfigError."""
+    made = ModelProto()
+    made.CopyFrom(probe)
+    names = [name for node in made.graph.node for name in node.output if name]
+    del made.graph.output[:]
+    made.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
+    session = open_onnx(made.SerializeToString(), what="the graph", rewrite=False)
+    zeros = {v.name: np.zeros(v.shape, np.int64 if "int64" in v.type else np.float32) for v in session.get_inputs()}
+    try:
+        return {name: np.shape(value) for name, value in zip(names, session.run(names, zeros), strict=True)}
+    except Exception as error:  # onnxruntime raises a class of its own for every status
+        raise ConfigError(f"it does not run on zeros: {error}") from None
 
 
 def _inferred(model: ModelProto, data_prop: bool) -> onnx.GraphProto:

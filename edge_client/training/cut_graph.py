@@ -47,7 +47,7 @@ class Cut:
         """The shape in the whole graph, for the batch that `cut` infers shapes of; () for an input that is left out."""
         found = self.shapes[name] if name else ()
         if found is None:
-            raise ConfigError(f"value {name!r} has no known shape")
+            raise ConfigError("the shape of a value does not follow from the graph")
         return found
 
     def stays(self, name: str) -> Axes:
