@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 from edge_bench.exporting.cases import CASES, Branches, Buffered, Case, Held, Sequences, Unused  # noqa: E402
 from edge_bench.exporting.operators import certify  # noqa: E402
 from edge_export import export_bundle, programs  # noqa: E402
-from edge_export.dropout import PRIME, kept  # noqa: E402
+from edge_export.dropout import PRIME, Drops, kept  # noqa: E402
 from edge_export.proof import prove  # noqa: E402
 from edge_export.rewriting import weight_norm  # noqa: E402
 from edge_export.witness import Witness  # noqa: E402
@@ -187,6 +187,37 @@ def test_every_backend_drops_the_same_entries_and_repeats(tmp_path: Path) -> Non
     for a, b in zip(*found.values(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     np.testing.assert_allclose(found["torch"][3], module.eval()(torch.tensor(x)).detach(), atol=1e-6)
+
+
+class _StochasticDepth(nn.Module):
+    """A branch that is left out of some samples, as torchvision and timm write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.branch, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        y = self.branch(x)
+        if self.training:
+            y = y * y.new_empty((y.shape[0], 1)).bernoulli_(0.7).div_(0.7)
+        return self.head(x + y)
+
+
+def test_stochastic_depth_leaves_out_the_same_samples_on_every_backend(tmp_path: Path) -> None:
+    bundle = export_bundle(_StochasticDepth(), torch.zeros(2, 5), tmp_path / "b", name="b", target=CLASSIFICATION)
+    assert bundle.manifest.draws
+    model, random = bundle.model(), np.random.default_rng(0)
+    x, y = random.standard_normal((9, 5)).astype(np.float32), np.arange(9) % 3
+    trainers = [open_trainer(backend, bundle) for backend in ("onnxruntime", "torch")]
+    own = [[t.gradient(model.parameters, model.buffers, x, y, k).parameters.copy() for k in (4, 5)] for t in trainers]
+    np.testing.assert_allclose(own[0], own[1], atol=1e-6)
+    assert abs(own[0][0] - own[0][1]).max() > 1e-3
+    wanted = torch.empty(4000, 1)
+    drawn = Drops(torch.tensor([7])).bernoulli(wanted, 0.7)
+    assert drawn is wanted
+    assert set(drawn.unique().tolist()) == {0.0, 1.0}
+    assert drawn.mean() == pytest.approx(0.7, abs=0.03)
 
 
 def test_the_torch_backend_evaluates_what_the_module_does_outside_training(tmp_path: Path) -> None:

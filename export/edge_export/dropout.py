@@ -70,6 +70,12 @@ class Drops:
         """As `functional.feature_alpha_dropout`."""
         return self._alpha(x, p, training, inplace, (*x.shape[:2], *[1] * (x.ndim - 2)))
 
+    def bernoulli(self, x: Tensor, p: Any = 0.5, **rest: Any) -> Tensor:
+        """Ones with probability `p` in `x`, as by `Tensor.bernoulli_`, which stochastic depth is written with."""
+        if isinstance(p, Tensor) or rest:
+            return x.bernoulli_(p, **rest)
+        return x.copy_(self._draw(x.shape, 1 - p).to(x.dtype))
+
     def _dropped(self, x: Tensor, p: float, training: bool, inplace: bool, shape: Any) -> Tensor:
         if not training or p == 0:
             return x
@@ -97,6 +103,7 @@ class Drops:
             f.dropout1d: self.channels, f.dropout2d: self.channels, f.dropout3d: self.channels,
             torch.feature_dropout: self.channels,
             f.alpha_dropout: self.alpha, torch.alpha_dropout: self.alpha,
+            Tensor.bernoulli_: self.bernoulli,
             f.feature_alpha_dropout: self.alpha_channels, torch.feature_alpha_dropout: self.alpha_channels,
         }  # fmt: skip
 

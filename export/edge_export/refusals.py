@@ -35,8 +35,8 @@ ADVICE = {
     "cummax cummin": "use max over a window",
     "nonzero masked_select unique unique_consecutive _unique2": "keep the size and use where or masked_fill",
     "bernoulli rand randn randint rand_like randn_like randint_like normal uniform exponential randperm multinomial": (
-        "use torch.nn.Dropout, whose draws repeat (for stochastic depth, on torch.ones of [n, 1, ...]); no other "
-        "randomness is exported"
+        "use torch.nn.Dropout, whose draws repeat, or x.bernoulli_(p) with a number p while the module trains; no "
+        "other randomness is exported"
     ),
     "_fft_r2c _fft_c2c _fft_c2r complex polar view_as_complex view_as_real": "multiply by sines and cosines",
     "atan2": "use atan",
