@@ -71,7 +71,6 @@ class Plan:
     bundle: Bundle
     devices: Mapping[str, DeviceData]
     trials: int
-    seed: int
     most_bytes: float | None = None
 
 
@@ -119,7 +118,7 @@ def search(
         study.tell(running.number, state=optuna.trial.TrialState.FAIL)  # it was killed; its place is drawn again
     done = _done(study)
     for number in range(len(done), plan.trials):
-        key = counter.key(plan.seed, "tune", label, number) % 2**32
+        key = counter.key(plan.config.seed, "tune", label, number) % 2**32
         study.sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=key)
         trial = study.ask()
         settings = suggested(trial, asked) if number else {}
@@ -180,7 +179,7 @@ def _check_same(study: optuna.Study, label: str, plan: Plan, method: Method) -> 
     """Refuse a file with trials of another configuration."""
     config = plan.config.model_dump(mode="json", exclude={"methods", "processes", "bundle", "export", "data"})
     what = {
-        "bundle": plan.bundle.sha256, "data": _digest(plan.devices), "config": config, "seed": plan.seed,
+        "bundle": plan.bundle.sha256, "data": _digest(plan.devices), "config": config,
         "table": plan.config.methods[label], "most_bytes": plan.most_bytes,
         "search": {k: vars(v) if isinstance(v, Range) else list(v) for k, v in method.search.items()},
         "revision": method.revision,

@@ -40,9 +40,7 @@ from edge_client.errors import ConfigError
 from edge_client.named_bundles import packaged
 
 
-def open_plan(
-    file: Path, methods: str | None, trials: int, seed: int | None, most_bytes: float | None
-) -> tuple[Plan, dict[str, Any]]:
+def open_plan(file: Path, methods: str | None, trials: int, most_bytes: float | None) -> tuple[Plan, dict[str, Any]]:
     """The plan of a simulation's TOML file, and the file's table.
 
     Raises ConfigError, BundleError or DataError.
@@ -50,7 +48,7 @@ def open_plan(
     config = read_simulation(file, methods=methods)
     config = config.model_copy(update={"data": config.data.model_copy(update={"evaluate": "validation"})})
     bundle, data = prepare(config)
-    plan = Plan(config, bundle, data.devices, trials, config.seed if seed is None else seed, most_bytes)
+    plan = Plan(config, bundle, data.devices, trials, most_bytes)
     return plan, toml.read(file)
 
 
@@ -118,7 +116,6 @@ def tune(
     most_bytes: Annotated[
         str | None, typer.Option(help="The most payload bytes of a device in all, like 200kB or 1.5MB.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the trials. [default: the file's]")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every trial here.")] = None,
 ) -> None:
     """Search a method's important settings on the validation part, and write the best as a simulation's file.
@@ -128,7 +125,7 @@ def tune(
     out, database, federation = _outputs(config, out, json_file)
     bound = read_size(most_bytes)
     origin = provenance.origin()
-    plan, content = open_plan(config, method, trials, seed, bound)
+    plan, content = open_plan(config, method, trials, bound)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     storage = open_trials(database)
     console = plain_console()
