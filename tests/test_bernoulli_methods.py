@@ -329,29 +329,12 @@ def test_the_same_seed_gives_the_same_bytes(method: BernoulliMasks) -> None:
             assert encode(twins[0].ask(d)) == encode(twins[1].ask(d))
 
 
-@pytest.mark.parametrize("method", [FedPM(), DeltaMask(), Coupled()], ids=["fedpm", "deltamask", "coupled"])
-@pytest.mark.parametrize("damage", ["name", "dtype", "shape", "bytes", "empty"])
-def test_a_malformed_update_is_refused(method: BernoulliMasks, damage: str) -> None:
-    fleet = MaskFleet(method)
+def test_a_head_of_no_samples_is_refused() -> None:
+    fleet = MaskFleet(FedPM())
     fleet.play(*DEVICES)
-    good = fleet.local["a"].update
-    a = fleet.task("a", 1).assignment
-    for samples in (0, -1, True, "many", 2**40):
-        with pytest.raises(PayloadError, match="samples"):
-            method.read_update(a, fleet.state, None, Payload(good.arrays, {"samples": samples}))
-    with pytest.raises(PayloadError, match="NaN"):
-        method.read_update(a, fleet.state, None, Payload({"head": good.arrays["head"] * np.nan}, good.meta))
-    fleet.play(*DEVICES)
-    ((name, data),) = fleet.local["a"].update.arrays.items()
-    bad = {
-        "name": {"other": data},
-        "dtype": {name: data.view(np.int8)},
-        "shape": {name: data[None]},
-        "bytes": {name: np.full(40, 255, np.uint8)},
-        "empty": {name: data[:0]},
-    }[damage]
-    with pytest.raises(PayloadError):
-        method.read_update(fleet.task("a", 3).assignment, fleet.state, fleet.records.get("a"), Payload(bad))
+    update = Payload(fleet.local["a"].update.arrays, {"samples": 0})
+    with pytest.raises(PayloadError, match="samples"):
+        fleet.method.read_update(fleet.task("a", 1).assignment, fleet.state, None, update)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors import deserialize
 from edge_client.errors import PayloadError
 from edge_client.protocol.messages import DeviceMetrics
 from edge_client.protocol.metrics import with_metrics
-from edge_client.protocol.payload import FILE_HEADER_BYTES, HEADER_BYTES, Payload, decode, encode
+from edge_client.protocol.payload import FILE_HEADER_BYTES, HEADER_BYTES, Payload, count, decode, encode, vector
 
 EXAMPLE = Payload(
     {"mask": np.arange(5, dtype=np.uint8), "head": np.array([[1.5, -2.0]], np.float32)},
@@ -385,3 +385,26 @@ def test_the_largest_header_is_sent_and_one_byte_more_is_not_but_may_lie_in_a_fi
     with pytest.raises(PayloadError, match="not a maskfleet payload"):
         decode(file)
     assert decode(file, FILE_HEADER_BYTES) == more
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (None, r"'x' is missing; it must be 3 finite float32 values"),
+        (np.zeros(2, np.float32), r"'x' is float32\[2\]; it must be 3"),
+        (np.zeros((1, 3), np.float32), r"'x' is float32\[1, 3\]"),
+        (np.zeros(3), r"'x' is float64\[3\]"),
+        (np.array([0, np.inf, 0], np.float32), "'x' holds NaN or infinity"),
+        (np.array([0, np.nan, 0], np.float32), "'x' holds NaN or infinity"),
+    ],
+)
+def test_a_vector_of_another_form_is_refused_with_its_form(array: Any, words: str) -> None:
+    with pytest.raises(PayloadError, match=words):
+        vector(Payload({} if array is None else {"x": array}), "x", 3)
+
+
+@pytest.mark.parametrize("value", [0, -1, 8, True, 2.0, "3", None])
+def test_a_count_is_an_integer_within_its_range(value: Any) -> None:
+    assert count(Payload({}, {"n": 7}), "n", 7) == 7
+    with pytest.raises(PayloadError, match=f"metadata n = {value!r}; an integer from 1 to 7 is due"):
+        count(Payload({}, {"n": value}), "n", 7)

@@ -205,16 +205,6 @@ def test_the_stream_of_a_codec_is_of_the_seed_the_round_and_the_device() -> None
     assert sent["change.eden:1"].tobytes() == expected
 
 
-@every_method
-def test_an_array_too_many_is_refused(name: str) -> None:
-    there = fleet(name, up="topk:0.1")
-    there.play("a")
-    good, fresh = there.local["a"].update, there.method.start(course(M))
-    junk = Payload({**good.arrays, "junk": np.zeros(1, np.float32)}, good.meta)
-    with pytest.raises(PayloadError, match="junk"):
-        there.method.read_update(Assignment(there.course, 1, "a"), fresh, None, junk)
-
-
 def test_a_change_that_a_codec_cannot_hold_is_the_training_s_fault() -> None:
     with pytest.raises(DivergedError, match=r"codec 'float16' .*; use a smaller learning rate, or another codec"):
         Uplink("float16").send(
