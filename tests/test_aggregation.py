@@ -168,10 +168,10 @@ def test_a_method_is_given_the_size_of_the_fleet_before_a_round_ends_that_counts
         (update(np.ones(D), loss=-1e308), "loss"),
         (update(np.ones(D), loss=2**53 - 1), "loss"),
         (update(np.ones(D), test_samples=-1), "test_samples"),
-        (encode(Payload({"parameters": np.ones(D, np.float32)})), "m = None; the list samples, loss"),
+        (encode(Payload({"parameters": np.ones(D, np.float32)})), "m = None; it must be the list samples, loss"),
         (encode(Payload({}, {METRICS: 3})), "m = 3"),
-        (encode(Payload({}, {METRICS: [1, 0.5, 0.25, 0.75]})), "is due"),
-        (encode(Payload({}, {METRICS: [1, 0.5, 0.25, 0.75, 4, 4]})), "is due"),
+        (encode(Payload({}, {METRICS: [1, 0.5, 0.25, 0.75]})), "it must be the list"),
+        (encode(Payload({}, {METRICS: [1, 0.5, 0.25, 0.75, 4, 4]})), "it must be the list"),
         (update(np.ones(D), 1.5), "samples"),  # type: ignore[arg-type]
         (encode(Payload({"buffers": np.zeros(0, np.float32)}, said())), "parameters"),
         (b"", "not a maskfleet payload"),

@@ -211,7 +211,7 @@ def test_personal_values_or_a_mask_come_from_a_file(tmp_path: Path) -> None:
     assert (variants.read_personal(path, bundle).parameters == np.where(mask, model.parameters, 0)).all()
     save_file({"parameters": np.full(d, 2, np.float32), "mask": mask}, path)
     assert (variants.read_personal(path, bundle).parameters == np.where(mask, 2, 0)).all()
-    for arrays, why in (({"x": np.zeros(2)}, "`parameters` or `mask` is due"), ({"mask": mask[:5]}, r"shape \[5\]")):
+    for arrays, why in (({"x": np.zeros(2)}, "give `parameters` or `mask`"), ({"mask": mask[:5]}, r"shape \[5\]")):
         save_file(arrays, path)
         with pytest.raises(DataError, match=why):
             variants.read_personal(path, bundle)
@@ -869,7 +869,7 @@ def test_a_runner_takes_the_variants_of_its_kind_and_all_threads_are_the_phones(
     assert android.of_runner("executor_runner", kinds) == (kinds[1:], {"dense": "executor_runner does not run it"})
     assert android.of_runner("onnxruntime_perf_test", kinds)[0] == kinds[:1]
     assert android.of_runner("mine", kinds[:1]) == (kinds[:1], {})
-    with pytest.raises(ConfigError, match="mine: which models does it run"):
+    with pytest.raises(ConfigError, match="mine: its name holds none of"):
         android.of_runner("mine", kinds)
     assert android.processors(connect("PIXEL8")) == 9
 

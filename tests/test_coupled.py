@@ -356,7 +356,7 @@ def test_more_streams_than_a_device_draws_are_a_payload_error() -> None:
     play_rounds(fleet, 2)
     down = fleet.ask("a")
     more = np.append(down.arrays["streams"], np.uint64(1))
-    with pytest.raises(PayloadError, match=r"streams is uint64\[4\]; 1..3 uint64 were due"):
+    with pytest.raises(PayloadError, match=r"streams is uint64\[4\]; it must be 1..3 uint64 values"):
         fleet.method.receive(fleet.task("a", 3).assignment, fleet.kept["a"], Payload({**down.arrays, "streams": more}))
 
 

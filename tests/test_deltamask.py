@@ -218,5 +218,5 @@ def test_a_device_with_another_theta_is_detected_and_recovers_with_a_fresh_downl
 def test_changes_in_another_codec_than_the_settings_name_are_refused() -> None:
     update = one_update(DeltaMask(codec="rice"), "a")
     method = DeltaMask(theta0=0.7)
-    with pytest.raises(PayloadError, match=r"'changes.fuse8-png' was due"):
+    with pytest.raises(PayloadError, match=r"only \['changes.fuse8-png'\] are used here"):
         method.read_update(assignment(M, "a", 2), method.start(course(M)), None, update)

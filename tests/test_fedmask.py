@@ -611,7 +611,7 @@ def test_an_update_for_another_structure_than_the_records_is_refused_with_what_t
 )
 def test_malformed_counts_are_refused_by_the_device(codec: str, arrays: Arrays, meta: dict[str, Any]) -> None:
     method = FedMask(codec=codec, down="count")
-    with pytest.raises(PayloadError, match=r"fetch it again|is due|only"):
+    with pytest.raises(PayloadError, match=r"fetch it again|it must be|only"):
         method.receive(assignment(M), None, bad(first_downlink(method), arrays, **meta))
 
 

@@ -122,7 +122,7 @@ def test_an_array_coded_otherwise_than_the_settings_say_is_refused() -> None:
     mask = np.ones(MASKED, np.bool_)
     for name in ("mask", "mask.bits", "mask.rice"):
         update = Payload({name: np.frombuffer(codecs.encode("entropy", mask, MASKED), np.uint8)})
-        with pytest.raises(PayloadError, match=r"'mask.entropy' was due"):
+        with pytest.raises(PayloadError, match=r"only \['mask.entropy'\] are used here"):
             method.read_update(assignment(M, round_=2), state, None, update)
     coded_mask = np.frombuffer(codecs.encode("entropy", mask, MASKED), np.uint8)
     method.read_update(assignment(M, round_=2), state, None, Payload({"mask.entropy": coded_mask}))

@@ -278,7 +278,7 @@ def test_chips_are_known_by_their_marks_and_nothing_else_is_touched() -> None:
     assert empty.closed
     with pytest.raises(MeterError, match=r"no INA3221 answers on I2C bus 1 at address 0x40"):
         found_3221(EmulatedBus({}, clock), address="0x40")
-    with pytest.raises(ConfigError, match="shunt=0: a number above 0"):
+    with pytest.raises(ConfigError, match="shunt=0: give a number above 0"):
         found_219(bus, shunt="0")
 
 
@@ -318,7 +318,7 @@ def test_an_address_that_a_driver_holds_leads_to_hwmon() -> None:
 @pytest.mark.parametrize("option", ["bus=inf", "address=inf", "address=0x1000", "shunt=nan"])
 def test_options_out_of_range_are_refused_in_a_sentence(option: str) -> None:
     key, _, value = option.partition("=")
-    with pytest.raises(ConfigError, match=rf"{option}: a number above .* is due"):
+    with pytest.raises(ConfigError, match=rf"{option}: give a number above "):
         ina.find_ina219({key: value}, lambda number: bus_with(SHAPES["constant"]))
 
 

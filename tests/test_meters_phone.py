@@ -144,7 +144,7 @@ def test_a_battery_in_milliamperes_is_seen_and_measured_by_its_unit(
         meter = android.find_battery({"unit": unit})
         assert isinstance(meter, Polled)
         assert meter.read() == pytest.approx(watts)
-    with pytest.raises(ConfigError, match="unit=A: one of uA, mA is due"):
+    with pytest.raises(ConfigError, match="unit=A: give one of uA, mA"):
         android.find_battery({"unit": "A"})
 
 

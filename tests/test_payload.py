@@ -406,5 +406,5 @@ def test_a_vector_of_another_form_is_refused_with_its_form(array: Any, words: st
 @pytest.mark.parametrize("value", [0, -1, 8, True, 2.0, "3", None])
 def test_a_count_is_an_integer_within_its_range(value: Any) -> None:
     assert count(Payload({}, {"n": 7}), "n", 7) == 7
-    with pytest.raises(PayloadError, match=f"metadata n = {value!r}; an integer from 1 to 7 is due"):
+    with pytest.raises(PayloadError, match=f"metadata n = {value!r}; it must be an integer from 1 to 7"):
         count(Payload({}, {"n": value}), "n", 7)

@@ -164,7 +164,7 @@ def of_runner(runner: str, variants: Sequence[Variant]) -> tuple[list[Variant], 
         return list(variants), {}
     engine = next((e for word, e in NAMED.items() if word in runner), None)
     if engine is None:
-        raise ConfigError(f"{runner}: which models does it run? Its name holds none of {', '.join(NAMED)}; rename it")
+        raise ConfigError(f"{runner}: its name holds none of {', '.join(NAMED)}, so its engine is unknown; rename it")
     kept = [v for v in variants if engine_of(v.file) == engine]
     if not kept:
         raise ConfigError(

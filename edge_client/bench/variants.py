@@ -162,7 +162,7 @@ def read_personal(path: Path, bundle: Bundle) -> Personal:
     mask = arrays["mask"] != 0 if "mask" in arrays else None
     parameters, buffers = arrays.get("parameters", model.parameters), arrays.get("buffers", model.buffers)
     if "parameters" not in arrays and mask is None:
-        raise DataError(f"{path} has {sorted(arrays)}; `parameters` or `mask` is due, [{d}] in the manifest's order")
+        raise DataError(f"{path} has {sorted(arrays)}; give `parameters` or `mask`, {d} values in the manifest's order")
     for name, value, size in (
         ("parameters", parameters, d),
         ("mask", mask, d),

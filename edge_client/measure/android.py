@@ -174,7 +174,7 @@ def find_battery(options: Options) -> Meter:
     """The phone's battery. Raises MeterError."""
     unit = options.get("unit")
     if unit not in (None, *AMPS):
-        raise ConfigError(f"unit={unit}: one of {', '.join(AMPS)} is due")
+        raise ConfigError(f"unit={unit}: give one of {', '.join(AMPS)}")
     adb = _phone(options)
     try:
         watts = battery_watts(adb, unit)

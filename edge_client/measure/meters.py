@@ -160,5 +160,5 @@ def number(options: Options, key: str, default: float, least: float = 0.0, most:
     except ValueError:
         value = -1.0
     if not least < value <= most:
-        raise ConfigError(f"{key}={text}: a number above {least:g} and up to {most:g} is due")
+        raise ConfigError(f"{key}={text}: give a number above {least:g}, at most {most:g}")
     return value

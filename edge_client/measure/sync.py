@@ -90,7 +90,7 @@ def locate(times: F64, watts: F64, pulse: Pulse) -> tuple[F64, F64]:
     at = np.flatnonzero((peak >= CLEAR) & (peak >= before) & (peak > after))
     if not len(at):
         raise MeterError(
-            f"no sync pulse in the recording: the best place is {likeness.max():.2f} like it, {CLEAR} is due; use a "
+            f"no sync pulse in the recording: no place is more than {likeness.max():.2f} like it, below {CLEAR}; use a "
             f"meter of more than {2 / pulse.chip:.0f} samples a second, and let nothing else run"
         )
     # The peak between grid points, by a parabola.

@@ -280,7 +280,8 @@ class Coupled(BernoulliMasks):
         data = coded(downlink, LONG if long else SHORT, ("head", "streams"))
         streams = downlink.arrays.get("streams", np.zeros(0))
         if streams.dtype != np.uint64 or streams.ndim != 1 or not 0 < len(streams) <= self.references:
-            raise PayloadError(f"streams is {streams.dtype}{list(streams.shape)}; 1..{self.references} uint64 were due")
+            said = f"streams is {streams.dtype}{list(streams.shape)}"
+            raise PayloadError(f"{said}; it must be 1..{self.references} uint64 values")
         theta = self.theta(a.course, held.posterior)
         cohort = Cohort.empty(theta.size)
         for stream in streams:

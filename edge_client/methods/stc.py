@@ -236,7 +236,7 @@ class STC(LocalSgd):
         """The global model, from the one the device holds. Raises LostError, PayloadError."""
         since = downlink.meta.get("since", 0)
         if type(since) is not int or since < 0:
-            raise PayloadError(f"metadata since = {since!r}; a version of the model is due")
+            raise PayloadError(f"metadata since = {since!r}; it must be a version of the model")
         try:
             if MODEL in downlink.arrays:
                 data = coded(downlink, MODEL)

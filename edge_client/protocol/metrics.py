@@ -33,7 +33,7 @@ def split_metrics(content: Payload) -> tuple[Payload, DeviceMetrics]:
     own = dict(content.meta)
     said = own.pop(METRICS, None)
     if not isinstance(said, list) or len(said) != len(_FIELDS):
-        raise PayloadError(f"metadata {METRICS} = {said!s:.80}; the list {', '.join(_FIELDS)} is due")
+        raise PayloadError(f"metadata {METRICS} = {said!s:.80}; it must be the list {', '.join(_FIELDS)}")
     try:
         metrics = DeviceMetrics.model_validate(dict(zip(_FIELDS, said, strict=True)))
     except ValidationError as error:

@@ -75,7 +75,7 @@ def count(payload: Payload, name: str, most: int) -> int:
     """The integer 1..`most` in metadata `name`. Raises PayloadError."""
     value = payload.meta.get(name)
     if type(value) is not int or not 1 <= value <= most:
-        raise PayloadError(f"metadata {name} = {value!r}; an integer from 1 to {most} is due")
+        raise PayloadError(f"metadata {name} = {value!r}; it must be an integer from 1 to {most}")
     return value
 
 
@@ -89,7 +89,7 @@ def bytes_of(payload: Payload, name: str) -> bytes:
     """The bytes of the array `name`, uint8[n]. Raises PayloadError."""
     data = payload.arrays.get(name)
     if data is None:
-        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r} was due")
+        raise PayloadError(f"array {name!r} is missing; the payload holds {sorted(payload.arrays)}")
     if data.dtype != np.uint8 or data.ndim != 1:
         raise PayloadError(f"array {name!r} is {data.dtype}{list(data.shape)}; a codec's bytes are uint8[n]")
     return data.tobytes()
@@ -97,8 +97,7 @@ def bytes_of(payload: Payload, name: str) -> bytes:
 
 def coded(payload: Payload, name: str, others: tuple[str, ...] = ()) -> bytes:
     """`bytes_of`; beside this array only `others` are allowed."""
-    if set(payload.arrays) - {name, *others}:
-        raise PayloadError(f"the payload holds arrays {sorted(payload.arrays)}; {name!r} was due")
+    allow_only(payload, name, *others)
     return bytes_of(payload, name)
 
 

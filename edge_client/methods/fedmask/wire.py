@@ -139,7 +139,7 @@ class Wire:
             raise PayloadError(f"{what} has no usable structure: {error}") from None
         if payload.meta.get("structure") != bits_digest(structure):
             raise PayloadError(
-                f"{what} is for structure {payload.meta.get('structure')!r}, but {bits_digest(structure)!r} is due; "
+                f"{what} is for structure {payload.meta.get('structure')!r}, not {bits_digest(structure)!r}; "
                 "the device trains again"
             )
         others = ((STRUCTURE,) if due is None else ()) + ((REAL,) if self.division.real.size else ())
