@@ -52,10 +52,10 @@ def test_a_device_trains_every_round_and_reports_its_personal_model(tmp_path: Pa
     losses = [split_metrics(decode(coordinator.updates[r]))[1].loss for r in (1, 2, 3)]
     assert all(0 < loss == float(f"{loss:.4g}") for loss in losses)
     assert not list(tmp_path.glob("pending-*"))
-    # A second run of the same command asks once whether there is more to do.
+    # A second run of the same command asks whether there is more to do, and sends the report again.
     before = len(coordinator.requests)
     assert device(tmp_path, coordinator).run().ended == "finished"
-    assert len(coordinator.requests) == before + 1
+    assert len(coordinator.requests) == before + 2
 
 
 def test_an_update_that_is_acknowledged_with_another_digest_stays_pending(
@@ -285,6 +285,15 @@ def test_a_finished_device_goes_on_where_its_coordinator_was_restored_from_an_ea
     vars(coordinator).update(backup, report=None)
     assert device(tmp_path, coordinator).run().ended == "finished"
     assert (coordinator.round, coordinator.report is not None) == (4, True)
+
+
+def test_a_finished_device_reports_again_to_a_coordinator_restored_from_before_the_report(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    result = device(tmp_path, coordinator).run()
+    coordinator.report = None
+    assert device(tmp_path, coordinator).run().report == result.report
+    assert coordinator.report is not None
+    assert Report.model_validate_json(coordinator.report) == result.report
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ class _Run:
         identity = self.journal.identity(client.token, client.device, client.secret)
         self.remote.transport.credential = identity.credential
         report = self.journal.done()
-        if report is not None and not self._goes_on(identity):
+        if report is not None and not self._goes_on(identity, report):
             there, end = client.model.is_file(), self.journal.folder / END
             again = f"{client.model} is not there; to have it made, remove {end} and join again"
             where = f"the model is {client.model}" if there else again
@@ -212,14 +212,21 @@ class _Run:
         self.say(Event("done", f"{done} round{'' if done == 1 else 's'} done; run the same command again to go on"))
         return Result(identity.device, done, "paused")
 
-    def _goes_on(self, identity: Identity) -> bool:
-        """Whether the federation that was finished has rounds to run again: its coordinator was restored."""
+    def _goes_on(self, identity: Identity, report: Report) -> bool:
+        """Whether the federation that was finished has rounds to run again: its coordinator was restored.
+
+        If it has none, the report is sent again: the backup may be older than the report alone.
+        """
         if identity.enrolled is None:
             return False
         self.say(Event("info", "finished before; asking the coordinator whether its federation goes on"))
         remote = Remote(self.remote.transport, Retry(self.remote.retry.url, 0.0, self.say, busy=0.0))
         try:
-            return isinstance(Exchange(remote, identity.enrolled, lambda _: None).work(0.0), Train | Wait)
+            exchange = Exchange(remote, identity.enrolled, lambda _: None)
+            work = exchange.work(0.0)
+            if isinstance(work, Finish):
+                exchange.report(report)
+            return isinstance(work, Train | Wait)
         except (ServerError, UnreachableError):  # it is over, and its coordinator may be gone
             return False
 
