@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -39,7 +40,7 @@ from coordinator_process import coordinator
 from coord_server.http import operator
 from coord_server.live.federation import LiveFederation
 from coord_server.operator.client import Operator
-from coord_server.store import SPARE_BYTES
+from coord_server.store import SPARE_BYTES, blobs
 from coord_server.store.blobs import FolderBlobs
 from coord_server.store.database import Database
 from coord_server.store.rows import Rows
@@ -580,12 +581,17 @@ def test_a_bundle_is_shown_in_figures_and_a_method_with_its_schema(tmp_path: Pat
 def test_a_deletion_finds_room_on_a_full_disk_and_others_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spare, connected = tmp_path / "spare", Database._connected
+    spare, connected, held = tmp_path / "spare", Database._connected, blobs._held
 
     def full(database: Database, *written: str) -> Any:
         if written and spare.exists():
             raise StorageFullError("the disk is full")
         return connected(database, *written)
+
+    def no_note(path: Path) -> int | None:
+        if spare.exists():
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return held(path)
 
     async def script(fleet: Fleet) -> None:
         await fleet.federation("a", start="manual")
@@ -594,6 +600,7 @@ def test_a_deletion_finds_room_on_a_full_disk_and_others_do_not(
             assert time.monotonic() < end
             await asyncio.sleep(0.02)
         monkeypatch.setattr(Database, "_connected", full)
+        monkeypatch.setattr(blobs, "_held", no_note)
         refused(await fleet.operator("POST", "/v1/federations/fed/tokens", json={}), "storage-full")
         for path in ("/v1/federations/fed", f"/v1/bundles/{bundle}"):
             assert (await fleet.operator("DELETE", path)).status_code == 204

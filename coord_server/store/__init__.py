@@ -79,7 +79,7 @@ class Store:
         A shelf without a row at the end is dropped, after a kill by the next start. A thread may still write there: so
         the note of a shelf that went stays until the next start, which has `started`. Raises NoteHeldError, StateError.
         """
-        with self.blobs.noted(shelf) as note, self._spared() if deletes else nullcontext():
+        with self._spared() if deletes else nullcontext(), self.blobs.noted(shelf) as note:  # a note takes room too
             try:
                 yield
             finally:

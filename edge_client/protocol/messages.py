@@ -171,7 +171,7 @@ class Federation(Message):
     caution: str | None = None
     """In the answer to its creation alone: what its method warns of with this bundle and these settings."""
     no_global_model: str | None = None
-    """Why there is no model that all devices share; None when there is one, and in lists."""
+    """Why there is no model that all devices share; None when there is one, in lists, and for a damaged bundle."""
 
     @property
     def closed(self) -> int:
