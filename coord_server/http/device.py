@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Coroutine
 from typing import Annotated, Any
@@ -101,7 +102,8 @@ async def fetch_manifest(request: Request, reading: Reading, digest: BundleDiges
     """Immutable. For the operator and the devices of federations that use the bundle."""
     await reading.served.bundles.receipt(digest)
     shelf, store = bundle_shelf(digest), reading.served.store.blobs
-    answer = await blobs.immutable(request, store, shelf, digest, store.size(shelf, digest) or 0, "application/json")
+    size = await asyncio.to_thread(store.size, shelf, digest) or 0
+    answer = await blobs.immutable(request, store, shelf, digest, size, "application/json")
     reading.count(head.sent(request, answer))
     return answer
 
@@ -115,7 +117,7 @@ async def fetch_part(request: Request, reading: Reading, digest: BundleDigest, n
     """Immutable; its SHA-256 is in the manifest. A single `Range` is honoured, so a broken download can resume."""
     shelf, sha256, size = await reading.served.bundles.part(digest, name)
     store = reading.served.store.blobs
-    if store.size(shelf, sha256) != size:
+    if await asyncio.to_thread(store.size, shelf, sha256) != size:
         raise Refusal("not-found", f"part {name!r} of bundle {digest} has not been uploaded yet; PUT it first")
     answer = await blobs.immutable(request, store, shelf, sha256, size, blobs.BINARY)
     reading.count(head.sent(request, answer))

@@ -65,17 +65,18 @@ class Downlinks:
             raise StaleError(f"round {round_} is not under way")
         if self._round != round_:
             self._start(round_)
-        if (made := self._usable(self._audiences.get(device))) is None:
+        if (made := await self._usable(self._audiences.get(device))) is None:
             record = await asyncio.to_thread(self._method_state.record, device, round_)
             audience = self._method_state.method.audience(current.course, round_, record)
+            made = await self._usable(audience)
             if self._round != round_:
                 raise StaleError(f"round {round_} is not under way")
             self._audiences[device] = audience
-            if (made := self._usable(audience)) is None:
+            if made is None:
                 made = self._made[audience] = asyncio.create_task(self._make(current, round_, record))
         return await asyncio.shield(made)
 
-    def _usable(self, audience: str | None) -> asyncio.Task[Downlink] | None:
+    async def _usable(self, audience: str | None) -> asyncio.Task[Downlink] | None:
         """The downlink of an audience, made or in the making; None where there is none, it has failed or is damaged."""
         made = None if audience is None else self._made.get(audience)
         if made is None or not made.done():
@@ -83,8 +84,9 @@ class Downlinks:
         if made.cancelled() or made.exception() is not None:
             return None
         down = made.result()
-        whole = down.data is not None or self._blobs.size(down.shelf, down.sha256) == down.size
-        return made if whole else None
+        if down.data is None and await asyncio.to_thread(self._blobs.size, down.shelf, down.sha256) != down.size:
+            return None
+        return made
 
     async def _make(self, current: GlobalState, round_: int, record: Any) -> Downlink:
         async with self._encoding:
