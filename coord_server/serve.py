@@ -164,6 +164,9 @@ def serve(
     database: Annotated[
         str | None, typer.Option(help="SQLAlchemy URL of the metadata; default SQLite in the data folder.")
     ] = None,
+    blobs: Annotated[
+        str | None, typer.Option(help="s3://BUCKET/PREFIX for the blobs; default the data folder.")
+    ] = None,
     init: Annotated[
         bool,
         typer.Option("--init", help="Start anew in a data folder that is empty or has lost its database or blobs."),
@@ -203,7 +206,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     logging.getLogger("uvicorn.error").addFilter(not_cancelled)
     places = Places(room(max_connections))
-    with listen(host, port) as listening, closing(open_store(data, database, init)) as store:
+    with listen(host, port) as listening, closing(open_store(data, database, init, blobs)) as store:
         token, where = auth.operator_token(data)
         coordinator = Coordinator(store, token, max_parameters=max_parameters)
         application = {"allow_origins": origins, "open_metrics": open_metrics}

@@ -109,7 +109,7 @@ def test_every_option_reaches_its_part(tmp_path: Path, seen: dict[str, Any]) -> 
         "--host",
         "127.0.0.1",
     )
-    assert seen["store"] == (tmp_path / "d", url, True)
+    assert seen["store"] == (tmp_path / "d", url, True, None)
     coordinator, places, _, where, tls, application = seen["run"]
     assert application == {"allow_origins": ["https://a.example", "https://b.example"], "open_metrics": True}
     assert (coordinator.bundles.most, places.most) == (5, 7)
@@ -129,7 +129,7 @@ def test_without_options_the_defaults_are_those_of_the_help(
 
     monkeypatch.setattr(serve, "listen", free)
     call()
-    assert seen["store"] == (Path("coordinator"), None, False)
+    assert seen["store"] == (Path("coordinator"), None, False, None)
     assert seen["at"] == ("127.0.0.1", 8750)
     assert seen["level"] == "INFO"
 
@@ -139,6 +139,7 @@ def test_without_options_the_defaults_are_those_of_the_help(
     [
         (["--certificate", str(PEM)], "both --certificate and --key"),
         (["--certificate", "none.pem", "--key", str(PEM)], "none.pem: No such file or directory; correct"),
+        (["--port", "0", "--blobs", "fleet"], "--blobs 'fleet' names no bucket"),
     ],
 )
 def test_options_that_do_not_fit_are_named(tmp_path: Path, given: list[str], said: str) -> None:

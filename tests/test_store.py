@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import Mock
 
+import buckets
 import databases
 import pytest
 from sqlalchemy import insert, make_url, select
@@ -39,6 +40,25 @@ from edge_client.methods import Influence
 T = TypeVar("T")
 EACH = pytest.mark.usefixtures("each_database")
 ROW = ("fed", "{}", "d" * 64, "s0", Content("0" * 64, b"g"), 1.0)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FolderBlobs]:
+    """The blobs in `tmp_path`, or in the bucket "b"."""
+    if request.param == "folder":
+        yield FolderBlobs(tmp_path)
+        return
+    s3 = pytest.importorskip("coord_server.store.s3")
+    with buckets.serving(monkeypatch):
+        yield s3.S3Blobs(tmp_path, s3.open_bucket("s3://b"))
+
+
+def overwrite(blobs: Any, shelf: str, sha256: str, data: bytes) -> None:
+    """Change the bytes of a blob behind the store's back."""
+    if type(blobs) is FolderBlobs:
+        (blobs._root / shelf / sha256).write_bytes(data)
+    else:
+        blobs._bucket.client.put_object(**blobs._object(shelf, sha256), Body=data)
 
 
 def write_twice_and_commit(incoming: Incoming, data: bytes) -> None:
@@ -65,8 +85,8 @@ def update(device: str = "a", round_: int = 1, at: float = 3.0) -> Any:
 
 
 @pytest.mark.parametrize("size", [0, 10, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
-def test_a_received_blob_is_what_was_written_under_its_digest(tmp_path: Path, size: int) -> None:
-    blobs, data = FolderBlobs(tmp_path), os.urandom(size)
+def test_a_received_blob_is_what_was_written_under_its_digest(blobs: FolderBlobs, tmp_path: Path, size: int) -> None:
+    data = os.urandom(size)
     incoming = blobs.receive("fed/updates/1")
     for low in range(0, size, 700_001):
         incoming.write(data[low : low + 700_001])
@@ -78,10 +98,11 @@ def test_a_received_blob_is_what_was_written_under_its_digest(tmp_path: Path, si
     assert halves(tmp_path) == []
 
 
-def test_a_blob_whose_byte_was_flipped_on_disk_is_refused_with_its_address(tmp_path: Path) -> None:
-    blobs = FolderBlobs(tmp_path)
+def test_a_blob_whose_byte_was_flipped_is_refused_with_its_address(blobs: FolderBlobs) -> None:
     sha256 = blobs.put("fed/state", b"global")
-    (tmp_path / "fed" / "state" / sha256).write_bytes(b"glocal")
+    assert blobs.holds("fed/state", sha256)
+    overwrite(blobs, "fed/state", sha256, b"glocal")
+    assert not blobs.holds("fed/state", sha256)
     with pytest.raises(
         StorageDamagedError, match=f"blob fed/state/{sha256} is damaged: its SHA-256 is {digest(b'glocal')}"
     ):
@@ -107,8 +128,7 @@ def test_the_name_of_every_folder_above_a_durable_blob_is_on_disk_however_it_was
     assert synced[7:] == [root / "fed" / "downlinks", shelf]
 
 
-def test_a_discarded_upload_leaves_nothing(tmp_path: Path) -> None:
-    blobs = FolderBlobs(tmp_path)
+def test_a_discarded_upload_leaves_nothing(blobs: FolderBlobs, tmp_path: Path) -> None:
     given_up = blobs.receive("s")
     given_up.write(bytes(2 * CHUNK))
     given_up.discard()
@@ -116,7 +136,7 @@ def test_a_discarded_upload_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="dropped"):
         given_up.commit()
     assert halves(tmp_path) == []
-    assert blobs.shelves("") == ["incoming"]
+    assert [p.name for p in tmp_path.iterdir()] == ["incoming"]
 
 
 def _half_an_upload(root: Path, ready: Any, leave: Any) -> None:
@@ -146,11 +166,12 @@ def test_a_start_removes_half_uploads_of_processes_that_are_gone_and_no_others(t
     assert list((tmp_path / "incoming").iterdir()) == []
 
 
-def test_equal_bytes_on_two_shelves_live_and_die_apart(tmp_path: Path) -> None:
-    blobs = FolderBlobs(tmp_path)
+def test_equal_bytes_on_two_shelves_live_and_die_apart(blobs: FolderBlobs) -> None:
     for shelf in ("fed/updates/1", "fed/updates/2"):
         blobs.put(shelf, b"same")
+    assert blobs.shelves("fed/updates") == ["1", "2"]
     blobs.drop("fed/updates/1")
+    assert (blobs.shelves("fed/updates"), blobs.shelves("fed/values")) == (["2"], [])
     assert blobs.read("fed/updates/2", digest(b"same")) == b"same"
     assert blobs.size("fed/updates/1", digest(b"same")) is None
     with pytest.raises(StorageDamagedError, match="is missing"):
@@ -210,13 +231,13 @@ def test_a_disk_that_fails_in_another_way_is_unreachable(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("size", [1, INLINE, INLINE + 1])
-def test_a_content_is_in_its_row_or_a_blob_and_damage_to_either_is_detected(tmp_path: Path, size: int) -> None:
-    blobs, data = FolderBlobs(tmp_path), os.urandom(size)
+def test_a_content_is_in_its_row_or_a_blob_and_damage_to_either_is_detected(blobs: FolderBlobs, size: int) -> None:
+    data = os.urandom(size)
     content = put(blobs, "s", data)
     assert (content.data is None) == (size > INLINE)
     assert read(blobs, "s", content) == data
     if content.data is None:
-        (tmp_path / "s" / content.sha256).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        overwrite(blobs, "s", content.sha256, data[:-1] + bytes([data[-1] ^ 1]))
     else:
         content = Content(content.sha256, data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(StorageDamagedError, match="damaged"):

@@ -3,7 +3,8 @@
 DATA/coordinator.db     tables (SQLite), unless a database URL is given
 DATA/blobs/             incoming/ (what is written or removed just now; a start empties it), bundles/DIGEST/,
                         FEDERATION~FIRST/{values,updates,downlinks}/ROUND/,
-                        FEDERATION~FIRST/records/DEVICE/ROUND/; FIRST tells federations of one name apart
+                        FEDERATION~FIRST/records/DEVICE/ROUND/; FIRST tells federations of one name apart;
+                        with a bucket (`s3`) all but incoming/ is there
 DATA/store-id           the marker: the id that the database holds too, so that a wrong or lost half is detected;
                         "new ID" until the database holds it, so that a first start can be killed at any time
 DATA/operator-token     the operator's token, readable by its owner only
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
 from sqlalchemy import URL
@@ -31,8 +32,11 @@ from sqlalchemy import URL
 from coord_server.auth import OPERATOR_FILE
 from coord_server.store.blobs import BUNDLES, INCOMING, FolderBlobs, NoteHeldError, disk
 from coord_server.store.metadata import Metadata
-from edge_client.errors import MaskfleetError, StateError, StorageDamagedError
+from edge_client.errors import ConfigError, MaskfleetError, StateError, StorageDamagedError
 from edge_client.files import make_folder, sync_folder, write_whole
+
+if TYPE_CHECKING:
+    from coord_server.store.s3 import Bucket
 
 log = logging.getLogger("maskfleet")
 T = TypeVar("T")
@@ -126,12 +130,13 @@ class Store:
         self._spare()  # last: the sweep may have freed what it takes
 
 
-def open_store(folder: Path, database: str | None = None, init: bool = False) -> Store:
+def open_store(folder: Path, database: str | None = None, init: bool = False, blobs: str | None = None) -> Store:
     """Open the data folder, or create one that does not exist. Raises StateError when it cannot be used.
 
     A folder that is empty or has lost one half is refused: its disk may not be mounted. With `init` it starts anew; the
-    other half is renamed, never deleted; not with `database`, which may hold other data.
+    other half is renamed, never deleted; not with `database` or a bucket of `blobs`, which may hold other data.
     """
+    bucket = None if blobs is None else _bucket(blobs)
     if not folder.exists():
         _create(folder)
     if not folder.is_dir():
@@ -142,14 +147,25 @@ def open_store(folder: Path, database: str | None = None, init: bool = False) ->
         advice = "if its disk is not mounted, mount it; --init starts anew in it"
         raise StorageDamagedError(f"the folder {folder} is empty; {advice}")
     try:
-        return _open(folder, database)
+        return _open(folder, database, bucket)
     except StorageDamagedError as error:
         if database is not None:
             raise StorageDamagedError(f"{error}, or start anew with an empty database and another --data") from None
+        if bucket is not None:
+            raise StorageDamagedError(f"{error}, or start anew with another --blobs and another --data") from None
         if not init:
             raise StorageDamagedError(f"{error}, or start anew with --init, which deletes nothing") from None
     _set_aside(folder)
-    return _open(folder, None)
+    return _open(folder, None, None)
+
+
+def _bucket(url: str) -> Bucket:
+    """The bucket of `--blobs`. Raises ConfigError."""
+    try:
+        from coord_server.store.s3 import open_bucket
+    except ImportError as error:
+        raise ConfigError(f"--blobs {url}: {error}; pip install 'maskfleet[s3]'") from None
+    return open_bucket(url)
 
 
 def _create(folder: Path) -> None:
@@ -168,18 +184,26 @@ def _create(folder: Path) -> None:
     shutil.rmtree(new, ignore_errors=True)  # it is there when another process was first
 
 
-def _open(folder: Path, database: str | None) -> Store:
+def _open(folder: Path, database: str | None, bucket: Bucket | None) -> Store:
     with _alone(folder):
         if database is None:
             _private(folder / DATABASE)
         file = URL.create("sqlite", database=str(folder.absolute() / DATABASE))  # text would end the name at a ?
         metadata = Metadata(file if database is None else database)
         try:
-            _match(folder, metadata)
-            return Store(folder, metadata, FolderBlobs(folder / BLOBS))
+            _match(folder, metadata, bucket)
+            return Store(folder, metadata, _blobs(folder / BLOBS, bucket))
         except BaseException:
             metadata.close()
             raise
+
+
+def _blobs(root: Path, bucket: Bucket | None) -> FolderBlobs:
+    if bucket is None:
+        return FolderBlobs(root)
+    from coord_server.store.s3 import S3Blobs  # boto3 is needed only here
+
+    return S3Blobs(root, bucket)
 
 
 @contextmanager
@@ -205,12 +229,15 @@ def _private(path: Path) -> None:
             file.chmod(0o600)
 
 
-def _match(folder: Path, metadata: Metadata) -> None:
-    """Check that database and folder belong together; mark both when both are new. Raises StateError."""
+def _match(folder: Path, metadata: Metadata, bucket: Bucket | None) -> None:
+    """Check that database, folder and bucket belong together; mark them when they are new. Raises StateError."""
     blobs = folder / BLOBS
+    if bucket is not None and (blobs / BUNDLES).is_dir():
+        raise ConfigError(f"the folder {folder} holds its blobs itself; leave --blobs out")
     with metadata.database.writing("store") as c:  # a second process that starts now waits here
         stored, (marked, new) = metadata.identify(c, None), _read(folder / MARKER)
-        lost = not (blobs / BUNDLES).is_dir() if metadata.holds_bundles(c) else not blobs.is_dir()
+        there = blobs / BUNDLES if bucket is None and metadata.holds_bundles(c) else blobs
+        lost = not there.is_dir()
         names = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set[str]()
         if stored is None and (new or marked is None) and names <= {INCOMING, FOREIGN}:
             if marked is None:
@@ -223,10 +250,13 @@ def _match(folder: Path, metadata: Metadata) -> None:
             )
         elif lost or marked is None or (new and stored != marked):
             fault = f"the database holds a coordinator's tables, but the folder {folder} has lost its blobs"
-            raise StorageDamagedError(f"{fault}; {MEND}")
+            raise StorageDamagedError(f"{fault}; {MEND}, or name their bucket with --blobs")
         elif stored != marked:
             fault = f"the folder {folder} and the database belong to different coordinators"
             raise StorageDamagedError(f"{fault}; {MEND}")
+    if bucket is not None:
+        assert marked is not None
+        bucket.claim(marked, new)
     if new:
         write_whole(folder / MARKER, f"{marked}\n".encode(), elsewhere=ELSEWHERE)
 

@@ -4,7 +4,7 @@ A blob lies in a *shelf* (a relative folder such as ``har/updates/3``), so that 
 shelf is dropped whole once nothing can ask for it, and equal bytes on two shelves never share a file. A write is:
 temporary file, fsync, rename, fsync of the folder. A *note* names a shelf whose row in the database comes or goes.
 Several processes may use one folder: temporary files and notes are locked while a process needs them, and the operating
-system releases a lock when its process ends. Another backend has the public functions of `FolderBlobs`.
+system releases a lock when its process ends. `s3` keeps the shelves in a bucket instead.
 """
 
 from __future__ import annotations
@@ -190,12 +190,7 @@ class FolderBlobs:
             raise StorageUnreachableError(
                 f"{name} cannot be read: {error.strerror}; check the coordinator's disk"
             ) from None
-        found = hashlib.sha256(data).hexdigest()
-        if found != sha256:
-            raise StorageDamagedError(
-                f"{name} is damaged: its SHA-256 is {found}; check the coordinator's disk and restore its data folder"
-            )
-        return data
+        return intact(name, data, sha256, "check the coordinator's disk and restore its data folder")
 
     def stream(self, shelf: str, sha256: str, start: int, stop: int) -> Iterator[bytes]:
         """Bytes `start` .. `stop - 1`, a chunk at a time, unchecked: the receiver of all of them has the digest."""
@@ -263,6 +258,14 @@ class FolderBlobs:
         """The shelves that have a note."""
         found = (self._root / INCOMING).glob(f"*{NOTE}")
         return sorted(path.name.removesuffix(NOTE).replace("+", "/") for path in found)
+
+
+def intact(name: str, data: bytes, sha256: str, mend: str) -> bytes:
+    """The bytes of a blob. Raises StorageDamagedError, with how to mend it, when they differ from its address."""
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise StorageDamagedError(f"{name} is damaged: its SHA-256 is {found}; {mend}")
+    return data
 
 
 def _held(path: Path) -> int | None:

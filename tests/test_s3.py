@@ -1,0 +1,162 @@
+"""Blobs in a bucket: the folder's contract is in test_store.py, here is what only a bucket does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import buckets
+import pytest
+from coordination import LARGE, Fleet, whole
+from coordination import play as play_in_folder
+
+from coord_server import store
+from coord_server.store import open_store
+from edge_client.bundle import digest
+from edge_client.errors import ConfigError, StorageDamagedError, StorageUnreachableError
+
+pytest.importorskip("boto3")
+URL = "s3://fleet/blobs"
+FED = "/v1/federations/fed"
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[buckets.Server]:
+    with buckets.serving(monkeypatch) as server:
+        yield server
+
+
+def play(folder: Path, script: object) -> object:
+    """As `coordination.play`, with the blobs in the bucket."""
+    with pytest.MonkeyPatch.context() as patched:
+        opened = store.open_store
+        patched.setattr("coordination.open_folder", lambda data: opened(data, blobs=URL))
+        return play_in_folder(folder, script)  # type: ignore[arg-type]
+
+
+def test_a_federation_in_a_bucket_ends_as_one_in_a_folder_across_a_restart_and_leaves_nothing(
+    tmp_path: Path, bucket: buckets.Server
+) -> None:
+    join = [""]
+
+    async def first(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb", d=LARGE)
+        join[0] = fleet.join
+        for device in ("a", "bb", "a"):
+            assert (await fleet.train(device)).status_code == 201
+
+    async def second(fleet: Fleet) -> bytes:
+        fleet.join = join[0]
+        assert (await fleet.train("bb")).status_code == 201
+        return await whole(fleet, "a", rounds=0)
+
+    async def calm(fleet: Fleet) -> bytes:
+        await fleet.federation("a", "bb", d=LARGE)
+        return await whole(fleet, "a", "bb")
+
+    async def delete(fleet: Fleet) -> None:
+        assert (await fleet.operator("DELETE", FED)).status_code == 204
+        address = (await fleet.operator("GET", "/v1/bundles")).json()[0]["digest"]
+        assert (await fleet.operator("DELETE", f"/v1/bundles/{address}")).status_code == 204
+
+    play(tmp_path / "data", first)
+    kinds = {key.split("/")[2] for key in bucket.found("fleet") if "~" in key}
+    assert kinds == {"values", "updates"}
+    assert [p.name for p in (tmp_path / "data" / "blobs").iterdir()] == ["incoming"]
+    assert play(tmp_path / "data", second) == play_in_folder(tmp_path / "folder", calm)
+    play(tmp_path / "data", delete)
+    assert list(bucket.found("fleet")) == ["blobs/store-id"]
+
+
+def test_a_shelf_goes_without_those_whose_names_begin_alike(tmp_path: Path, bucket: buckets.Server) -> None:
+    blobs = open_store(tmp_path / "data", blobs=URL).blobs
+    for n in range(5):
+        blobs.put("fed~1/updates/1", bytes([n]))
+    kept = [blobs.put(shelf, b"x") for shelf in ("fed~1/updates/12", "fed~12/updates/1")]
+    assert blobs.shelves("fed~1/updates") == ["1", "12"]
+    blobs.drop("fed~1/updates/1")
+    blobs.drop("fed~1/updates/1")
+    assert blobs.shelves("fed~1/updates") == ["12"]
+    assert blobs.read("fed~12/updates/1", kept[1]) == b"x"
+    assert len(bucket.found("fleet")) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("refuses", r"the bucket refuses \(403|AccessDenied\)"), ("is silent", "check the link to the bucket")],
+)
+def test_a_bucket_that_refuses_or_is_silent_is_a_fault_of_its_kind_and_nothing_is_acknowledged(
+    tmp_path: Path, bucket: buckets.Server, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    blobs = open_store(tmp_path / "data", blobs=URL).blobs
+    address = blobs.put("s", b"stored")
+    bucket.fault = fault
+    for call in (
+        lambda: blobs.put("s", b"x"), lambda: blobs.read("s", address), lambda: blobs.size("s", address),
+        lambda: blobs.shelves("s"), lambda: blobs.drop("s"), lambda: blobs.holds("s", address),
+        lambda: open_store(tmp_path / "data", blobs=URL),
+    ):  # fmt: skip
+        with pytest.raises(StorageUnreachableError, match=said):
+            call()
+    assert list(bucket.found("fleet")) == ["blobs/store-id", f"blobs/s/{address}"]
+    assert list((tmp_path / "data" / "blobs" / "incoming").iterdir()) == []
+
+
+def test_an_answer_that_is_cut_short_is_never_taken_for_a_blob(tmp_path: Path, bucket: buckets.Server) -> None:
+    blobs = open_store(tmp_path / "data", blobs=URL).blobs
+    address = blobs.put("s", bytes(1000))
+    bucket.fault = "cuts"
+    with pytest.raises(StorageUnreachableError):
+        blobs.read("s", address)
+    with pytest.raises(StorageUnreachableError):
+        list(blobs.stream("s", address, 0, 1000))
+
+
+def test_a_file_that_decayed_before_it_reached_the_bucket_is_not_stored(tmp_path: Path, bucket: buckets.Server) -> None:
+    blobs = open_store(tmp_path / "data", blobs=URL).blobs
+    incoming = blobs.receive("s")
+    incoming.write(b"as received")
+    for path in (tmp_path / "data" / "blobs" / "incoming").iterdir():
+        path.write_bytes(b"as decayed!")
+    with pytest.raises(StorageUnreachableError, match="BadDigest"):
+        incoming.commit()
+    assert blobs.size("s", digest(b"as received")) is None
+
+
+def test_a_bucket_of_another_coordinator_or_one_that_was_emptied_is_refused(
+    tmp_path: Path, bucket: buckets.Server
+) -> None:
+    open_store(tmp_path / "one", blobs=URL).close()
+    open_store(tmp_path / "one", blobs=URL).close()
+    with pytest.raises(StorageDamagedError, match="does not hold the blobs of this coordinator; name the bucket"):
+        open_store(tmp_path / "two", blobs=URL)
+    bucket.objects.clear()
+    with pytest.raises(StorageDamagedError, match="s3://fleet/blobs/ does not hold the blobs of this coordinator"):
+        open_store(tmp_path / "one", init=True, blobs=URL)
+
+
+def test_a_data_folder_keeps_the_place_of_its_blobs(tmp_path: Path, bucket: buckets.Server) -> None:
+    for name, began, later, said in (
+        ("one", URL, None, "has lost its blobs; .* or name their bucket with --blobs"),
+        ("two", None, "s3://fleet/two", "holds its blobs itself; leave --blobs out"),
+    ):
+        opened = open_store(tmp_path / name, blobs=began)
+        opened.blobs.put("bundles/x", b"manifest")
+        opened.metadata.add_bundle("x", 1.0)
+        opened.close()
+        with pytest.raises((StorageDamagedError, ConfigError), match=said):
+            open_store(tmp_path / name, blobs=later)
+
+
+@pytest.mark.parametrize("url", ["fleet", "s3://", "s3:///prefix", "https://fleet/blobs"])
+def test_what_names_no_bucket_is_wrong_usage(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="names no bucket; give one like s3://"):
+        open_store(tmp_path / "data", blobs=url)
+
+
+def test_a_missing_boto3_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "coord_server.store.s3", None)
+    with pytest.raises(ConfigError, match=r"pip install 'maskfleet\[s3\]'"):
+        open_store(tmp_path / "data", blobs=URL)
