@@ -26,7 +26,7 @@ from coord_server.bundles import MAX_PARAMETERS
 from coord_server.connections import MOST, PATIENCE, SPARE, Connection, Places
 from coord_server.coordinator import Coordinator
 from coord_server.store import open_store
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, StateError
 from edge_client.logs import set_up
 
 try:
@@ -79,6 +79,14 @@ class _Server(uvicorn.Server):
 def not_cancelled(record: logging.LogRecord) -> bool:
     """Whether to log it. A second signal cancels the requests under way, and uvicorn logs each as a fault."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+def cut_short(record: logging.LogRecord) -> bool:
+    """Log in a line that a blob could not be read to its end: uvicorn logs what ends an answer under way as a fault."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and isinstance(error.__cause__, StateError):
+        record.msg, record.args, record.exc_info = "a download was cut short: %s", (error.__cause__,), None
+    return True
 
 
 def room(most: int) -> int:
@@ -204,7 +212,8 @@ def serve(
     origins = [_origin(given) for given in allow_origin or ()]
     set_up(log_format, log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
-    logging.getLogger("uvicorn.error").addFilter(not_cancelled)
+    for filter_ in (not_cancelled, cut_short):
+        logging.getLogger("uvicorn.error").addFilter(filter_)
     places = Places(room(max_connections))
     with listen(host, port) as listening, closing(open_store(data, database, init, blobs)) as store:
         token, where = auth.operator_token(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from coordination import LARGE, Fleet, whole
 from coordination import play as play_in_folder
 
-from coord_server import store
+from coord_server import serve, store
 from coord_server.store import open_store
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError, StorageDamagedError, StorageUnreachableError
@@ -84,7 +85,10 @@ def test_a_shelf_goes_without_those_whose_names_begin_alike(tmp_path: Path, buck
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("refuses", r"the bucket refuses \(403|AccessDenied\)"), ("is silent", "check the link to the bucket")],
+    [
+        ("refuses", r"the bucket refuses \(403|AccessDenied\)"),
+        ("is silent", r"no usable answer from the bucket \(ConnectionClosedError\); check"),
+    ],
 )
 def test_a_bucket_that_refuses_or_is_silent_is_a_fault_of_its_kind_and_nothing_is_acknowledged(
     tmp_path: Path, bucket: buckets.Server, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
@@ -112,6 +116,14 @@ def test_an_answer_that_is_cut_short_is_never_taken_for_a_blob(tmp_path: Path, b
         blobs.read("s", address)
     with pytest.raises(StorageUnreachableError):
         list(blobs.stream("s", address, 0, 1000))
+
+
+def test_a_download_that_is_cut_short_is_one_line_of_the_log() -> None:
+    error = RuntimeError("response already started")
+    error.__cause__ = StorageUnreachableError("blob s/1: no usable answer")
+    record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Exception", (), (RuntimeError, error, None))
+    assert serve.cut_short(record)
+    assert (record.getMessage(), record.exc_info) == ("a download was cut short: blob s/1: no usable answer", None)
 
 
 def test_a_file_that_decayed_before_it_reached_the_bucket_is_not_stored(tmp_path: Path, bucket: buckets.Server) -> None:

@@ -39,7 +39,8 @@ def answered(what: str) -> Iterator[None]:
         advice = "check the bucket, its policy and the coordinator's credentials"
         raise StorageUnreachableError(f"{what}: the bucket refuses ({code}); {advice}") from None
     except BotoCoreError as error:
-        raise StorageUnreachableError(f"{what}: {error}; check the link to the bucket") from None
+        why = f"no usable answer from the bucket ({type(error).__name__})"  # its text has the bucket's address
+        raise StorageUnreachableError(f"{what}: {why}; check the link and the coordinator's credentials") from None
 
 
 @dataclass(frozen=True)
