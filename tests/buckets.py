@@ -113,7 +113,10 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     with Server() as server:
         Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.server_port}")
+        for name in ("CONFIG_FILE", "SHARED_CREDENTIALS_FILE"):
+            monkeypatch.setenv(f"AWS_{name}", "/dev/null")  # a user's own settings
         for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "DEFAULT_REGION"):
             monkeypatch.setenv(f"AWS_{name}", "us-east-1")
+        monkeypatch.delenv("AWS_PROFILE", raising=False)
         yield server
         server.shutdown()

@@ -83,6 +83,22 @@ def test_a_shelf_goes_without_those_whose_names_begin_alike(tmp_path: Path, buck
     assert len(bucket.found("fleet")) == 3
 
 
+def test_what_a_refusal_or_a_kill_leaves_of_a_deletion_goes_with_the_next_start(
+    tmp_path: Path, bucket: buckets.Server
+) -> None:
+    opened = open_store(tmp_path / "data", blobs=URL)
+    for n in range(5):
+        opened.blobs.put("fed~1/values/0", bytes([n]))
+    with opened.changing("fed~1"):
+        bucket.fault = "refuses"
+    assert len(bucket.found("fleet")) == 6
+    bucket.fault = ""
+    opened.close()
+    opened = open_store(tmp_path / "data", blobs=URL)
+    opened.sweep()
+    assert (list(bucket.found("fleet")), opened.blobs.notes()) == (["blobs/store-id"], [])
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

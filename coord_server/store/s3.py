@@ -21,7 +21,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from coord_server.store.blobs import CHUNK, FolderBlobs, intact
 from edge_client.errors import ConfigError, StorageDamagedError, StorageUnreachableError
 
-CLIENT = Config(connect_timeout=5, read_timeout=30, retries={"total_max_attempts": 3}, max_pool_connections=32)
+RETRIES = {"total_max_attempts": 3, "mode": "standard"}
+CLIENT = Config(connect_timeout=5, read_timeout=30, retries=RETRIES, max_pool_connections=32)
 MARKER = "store-id"
 MISSING = ("404", "NoSuchKey")
 RESTORE = "restore it in the bucket"
