@@ -306,6 +306,27 @@ def test_a_shelf_that_another_process_keeps_is_asked_for_again(
     other.close()
 
 
+def test_a_deletion_that_waits_takes_none_of_the_room_that_another_one_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, spare = open_store(tmp_path / "data"), open_store(tmp_path / "data"), tmp_path / "data" / "spare"
+    one.sweep()
+    assert spare.exists()
+
+    def delete() -> None:
+        with other.changing("fed~1", deletes=True):
+            pass
+
+    with one.changing("fed~1", deletes=True):
+        monkeypatch.setattr("coord_server.store.PATIENCE", 0.1)
+        with pytest.raises(StorageUnreachableError, match="another request"):
+            asyncio.run(in_turn(delete))
+        assert not spare.exists()
+    assert spare.exists()
+    one.close()
+    other.close()
+
+
 def test_what_left_its_place_before_a_kill_is_removed_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -78,12 +78,16 @@ class Store:
     def changing(self, shelf: str, started: bool = False, deletes: bool = False) -> Iterator[None]:
         """While the row of a shelf comes or goes, of one process at a time: `in_turn` waits for the others. Blocks.
 
-        What `deletes` may use the spare room.
+        What `deletes` may use the spare room. Its end takes the room again, but not if it never had its note: one that
+        waits would take what another one has freed.
 
         A shelf without a row at the end is dropped, after a kill by the next start. A thread may still write there: so
         the note of a shelf that went stays until the next start, which has `started`. Raises NoteHeldError, StateError.
         """
-        with self._spared() if deletes else nullcontext(), self.blobs.noted(shelf) as note:  # a note takes room too
+        if deletes:
+            with suppress(OSError):  # without it a deletion may still find room
+                (self.folder / SPARE).unlink()  # before the note, which takes room too
+        with self.blobs.noted(shelf) as note:
             try:
                 yield
             finally:
@@ -95,16 +99,8 @@ class Store:
                         note.unlink()
                 except (MaskfleetError, OSError) as error:
                     log.warning(LEFT, shelf, error)
-
-    @contextmanager
-    def _spared(self) -> Iterator[None]:
-        """With the spare room given back to the disk; taken again at the end, or later if the disk is still full."""
-        with suppress(OSError):  # without it a deletion may still find room
-            (self.folder / SPARE).unlink()
-        try:
-            yield
-        finally:
-            self._spare()
+                if deletes:
+                    self._spare()
 
     def _spare(self) -> None:
         """Take the spare room. Where the disk has less, none is taken: a part of it may be too small to delete."""
