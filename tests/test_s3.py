@@ -178,6 +178,16 @@ def test_a_data_folder_keeps_the_place_of_its_blobs(tmp_path: Path, bucket: buck
             open_store(tmp_path / name, blobs=later)
 
 
+def test_the_log_has_no_lines_of_boto3_and_so_no_session_token(
+    tmp_path: Path, bucket: buckets.Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token")
+    caplog.set_level(logging.DEBUG)
+    open_store(tmp_path / "data", blobs=URL).blobs.put("s", b"x")
+    assert "session-token" not in caplog.text
+    assert [r.message for r in caplog.records if r.name.startswith("botocore")] == []
+
+
 @pytest.mark.parametrize("url", ["fleet", "s3://", "s3:///prefix", "https://fleet/blobs"])
 def test_what_names_no_bucket_is_wrong_usage(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match="names no bucket; give one like s3://"):

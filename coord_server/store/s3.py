@@ -7,6 +7,7 @@ finds the credentials, the region and the endpoint (AWS_ENDPOINT_URL_S3), and re
 
 from __future__ import annotations
 
+import logging
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -82,6 +83,7 @@ def open_bucket(url: str) -> Bucket:
     name, _, prefix = place.partition("/")
     if scheme != "s3" or not name:
         raise ConfigError(f"--blobs {url!r} names no bucket; give one like s3://fleet-blobs/maskfleet")
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # below that it writes settings and session tokens
     try:
         client = boto3.client("s3", config=CLIENT)
     except (BotoCoreError, ValueError) as error:
