@@ -165,17 +165,31 @@ def test_a_bucket_of_another_coordinator_or_one_that_was_emptied_is_refused(
         open_store(tmp_path / "one", init=True, blobs=URL)
 
 
-def test_a_data_folder_keeps_the_place_of_its_blobs(tmp_path: Path, bucket: buckets.Server) -> None:
+def test_a_data_folder_keeps_the_place_of_its_blobs_from_its_first_start_on(
+    tmp_path: Path, bucket: buckets.Server
+) -> None:
     for name, began, later, said in (
-        ("one", URL, None, "has lost its blobs; .* or name their bucket with --blobs"),
+        ("one", URL, None, "has its blobs in a bucket; name it with --blobs"),
         ("two", None, "s3://fleet/two", "holds its blobs itself; leave --blobs out"),
     ):
         opened = open_store(tmp_path / name, blobs=began)
-        opened.blobs.put("bundles/x", b"manifest")
-        opened.metadata.add_bundle("x", 1.0)
+        for init in (False, True):
+            with pytest.raises(ConfigError, match=said):
+                open_store(tmp_path / name, init=init, blobs=later)
+        open_store(tmp_path / name, blobs=began).close()
         opened.close()
-        with pytest.raises((StorageDamagedError, ConfigError), match=said):
-            open_store(tmp_path / name, blobs=later)
+
+
+def test_a_first_start_that_its_bucket_refused_may_begin_in_another_place(
+    tmp_path: Path, bucket: buckets.Server
+) -> None:
+    open_store(tmp_path / "one", blobs=URL).close()
+    for later in ("s3://fleet/two", None):
+        folder = tmp_path / str(later is None)
+        with pytest.raises(StorageDamagedError, match="name the bucket"):
+            open_store(folder, blobs=URL)
+        open_store(folder, blobs=later).close()
+        open_store(folder, blobs=later).close()
 
 
 def test_the_log_has_no_lines_of_boto3_and_so_no_session_token(

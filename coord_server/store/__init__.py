@@ -6,7 +6,8 @@ DATA/blobs/             incoming/ (what is written or removed just now; a start 
                         FEDERATION~FIRST/records/DEVICE/ROUND/; FIRST tells federations of one name apart;
                         with a bucket (`s3`) all but incoming/ is there
 DATA/store-id           the marker: the id that the database holds too, so that a wrong or lost half is detected;
-                        "new ID" until the database holds it, so that a first start can be killed at any time
+                        "new ID" until the database holds it, so that a first start can be killed at any time;
+                        "ID in a bucket" where the blobs are
 DATA/operator-token     the operator's token, readable by its owner only
 DATA/lock               held while a process opens the folder
 DATA/spare              room that a deletion takes on a full disk: it frees more, and writes first
@@ -44,6 +45,7 @@ T = TypeVar("T")
 DATABASE, BLOBS, MARKER, LOCK, SPARE = "coordinator.db", "blobs", "store-id", "lock", "spare"
 SPARE_BYTES = 4 << 20
 NEW = "new "  # before the id in the marker of a first start
+AWAY = " in a bucket"  # after the id, where the blobs are
 FOREIGN = "lost+found"  # the file system's own folder
 LEFT = "blobs of %s may be left, the next start tries again: %s"
 PATIENCE, AGAIN = 30.0, 0.05  # seconds to wait for a note that another request holds; between two looks
@@ -228,10 +230,14 @@ def _private(path: Path) -> None:
 def _match(folder: Path, metadata: Metadata, bucket: Bucket | None) -> None:
     """Check that database, folder and bucket belong together; mark them when they are new. Raises StateError."""
     blobs = folder / BLOBS
-    if bucket is not None and (blobs / BUNDLES).is_dir():
-        raise ConfigError(f"the folder {folder} holds its blobs itself; leave --blobs out")
     with metadata.database.writing("store") as c:  # a second process that starts now waits here
-        stored, (marked, new) = metadata.identify(c, None), _read(folder / MARKER)
+        stored, (marked, new, away) = metadata.identify(c, None), _read(folder / MARKER)
+        if marked is not None and not new and away != (bucket is not None):
+            raise ConfigError(
+                f"the folder {folder} has its blobs in a bucket; name it with --blobs"
+                if away
+                else f"the folder {folder} holds its blobs itself; leave --blobs out, or name another --data"
+            )
         there = blobs / BUNDLES if bucket is None and metadata.holds_bundles(c) else blobs
         lost = not there.is_dir()
         names = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set[str]()
@@ -246,7 +252,7 @@ def _match(folder: Path, metadata: Metadata, bucket: Bucket | None) -> None:
             )
         elif lost or marked is None or (new and stored != marked):
             fault = f"the database holds a coordinator's tables, but the folder {folder} has lost its blobs"
-            raise StorageDamagedError(f"{fault}; {MEND}, or name their bucket with --blobs")
+            raise StorageDamagedError(f"{fault}; {MEND}")
         elif stored != marked:
             fault = f"the folder {folder} and the database belong to different coordinators"
             raise StorageDamagedError(f"{fault}; {MEND}")
@@ -254,14 +260,15 @@ def _match(folder: Path, metadata: Metadata, bucket: Bucket | None) -> None:
         assert marked is not None
         bucket.claim(marked, new)
     if new:
-        write_whole(folder / MARKER, f"{marked}\n".encode(), elsewhere=ELSEWHERE)
+        place = "" if bucket is None else AWAY
+        write_whole(folder / MARKER, f"{marked}{place}\n".encode(), elsewhere=ELSEWHERE)
 
 
-def _read(marker: Path) -> tuple[str | None, bool]:
-    """The id in the marker, None without one, and whether the database need not hold it yet."""
+def _read(marker: Path) -> tuple[str | None, bool, bool]:
+    """The id in the marker, None without one; whether the database need not hold it yet; whether a bucket has blobs."""
     with disk(f"{marker} cannot be read"):
         text = marker.read_text(errors="replace").strip() if marker.exists() else ""
-    return text.removeprefix(NEW) or None, text.startswith(NEW)
+    return text.removeprefix(NEW).removesuffix(AWAY) or None, text.startswith(NEW), text.endswith(AWAY)
 
 
 def _mark_new(folder: Path, id_: str) -> None:
