@@ -296,6 +296,15 @@ def test_a_finished_device_reports_again_to_a_coordinator_restored_from_before_t
     assert Report.model_validate_json(coordinator.report) == result.report
 
 
+@pytest.mark.parametrize("answer", [problem(422, "invalid", "no such field"), problem(503, "too-busy", "later")])
+def test_a_finished_device_says_when_its_report_is_not_taken_again(tmp_path: Path, answer: httpx.Response) -> None:
+    coordinator, said = Coordinator(), list[str]()
+    device(tmp_path, coordinator).run()
+    coordinator.fault = lambda request: answer if request.url.path.endswith("/report") else None
+    assert device(tmp_path, coordinator).run(on_event=lambda event: said.append(event.text)).ended == "finished"
+    assert [text for text in said if "the report was not sent again: " in text]
+
+
 @pytest.mark.parametrize(
     "answer",
     [

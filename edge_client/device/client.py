@@ -224,11 +224,14 @@ class _Run:
         try:
             exchange = Exchange(remote, identity.enrolled, lambda _: None)
             work = exchange.work(0.0)
-            if isinstance(work, Finish):
-                exchange.report(report)
-            return isinstance(work, Train | Wait)
         except (ServerError, UnreachableError):  # it is over, and its coordinator may be gone
             return False
+        if isinstance(work, Finish):
+            try:
+                exchange.report(report)
+            except (ServerError, UnreachableError) as error:
+                self.say(Event("info", f"the report was not sent again: {error}"))
+        return isinstance(work, Train | Wait)
 
     def _resume(self, identity: Identity) -> bool:
         """Send the update that an earlier run has stored, if there is one; whether the coordinator took it."""
