@@ -323,6 +323,17 @@ def test_steps_are_halved_after_bad_rounds_if_the_budget_allows_twice_the_bytes(
     assert [after(need) for need in (0.1, 0.5, 0.51, 2.0)] == [(-1, 0), (-1, 0), (0, 3), (0, 3)]
 
 
+def test_steps_are_halved_also_with_coarse_cells_and_in_the_rounds_of_the_mean() -> None:
+    fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE, rounds=20)
+    fleet.play(*"abc")
+    fleet.play(*"abc")
+    total = Total(np.zeros(D), Mean(0), sizes=[1])
+    for round_, coarser in ((2, 3), (19, 0)):
+        state = replace(fleet.state, bad=2, level=MIDDLE - coarser, coarser=coarser)
+        after = fleet.method.levelled(fleet.course, round_, state, total)
+        assert (after.level, after.coarser, after.bad) == (state.level - 1, coarser, 0)
+
+
 def test_the_guard_ends_at_level_0() -> None:
     fleet = LatticeFleet(Lattice(epochs=1, quantum=1, lr=0.1), THREE, rounds=24)
     for _ in range(23):
