@@ -167,7 +167,7 @@ def test_beyond_the_budget_moves_rise_where_devices_are_near_and_cells_become_co
         return after.level - MIDDLE, after.coarser
 
     assert [levels(devices) for devices in (3, 13, 14, 40)] == [(3, 0), (3, 0), (-1, 3), (-1, 3)]
-    assert levels(40, level=-1, coarser=3) == levels(3, level=-1, coarser=3) == (-1, 3)  # coarse cells stay
+    assert levels(40, level=-3, coarser=3) == levels(3, level=-3, coarser=3) == (-3, 3)  # coarse cells stay
 
 
 def test_what_is_left_of_the_budget_counts_as_one_round_s_bytes_at_least() -> None:
