@@ -125,7 +125,8 @@ class Classification(_Labels):
 class Sequence(_Labels):
     """One of `classes` labels for each of `steps`. Labels int64[n, steps], outputs float32[n, steps, classes].
 
-    A step without a label, such as the padding of a shorter sequence, has the label `LEFT_OUT`.
+    A step without a label, such as the padding of a shorter sequence, has the label `LEFT_OUT`. Every sample has a step
+    with a label: else a part of a device's data, or a batch, could be without any.
     """
 
     shape: ClassVar[tuple[str, ...]] = ("steps", "classes")
@@ -135,28 +136,28 @@ class Sequence(_Labels):
     loss: Literal["cross_entropy"] = "cross_entropy"
 
     def check(self, y: Labels, what: str) -> Labels:
-        """The labels as int64. Raises DataError, also when every label is left out."""
+        """The labels as int64. Raises DataError, also for a sample without any label."""
         if not np.issubdtype(y.dtype, np.integer):
             return super().check(y, what)
         counted = y != LEFT_OUT
-        if y.size and not counted.any():
-            raise DataError(f"{what}: every label is {LEFT_OUT}, which leaves it out; label a step at least")
         try:
             labels = super().check(np.where(counted, y, 0), what)
         except DataError as error:
             raise DataError(f"{error}; {LEFT_OUT} marks a step without a label") from None
+        if (empty := ~counted.any(axis=1)).any():
+            raise DataError(
+                f"{what}: sample {empty.argmax()} has no label, each of its steps has {LEFT_OUT}; leave the sample out"
+            )
         return np.where(counted, labels, LEFT_OUT)
 
     def score(self, outputs: NDArray[Any], y: Labels) -> float:
-        """The share of labels that are the largest output, of those that count; 0.0 when none does."""
-        counted = y != LEFT_OUT
-        return float((outputs.argmax(axis=-1) == y).sum() / max(int(counted.sum()), 1))
+        """The share of labels that are the largest output, of those that count."""
+        return float((outputs.argmax(axis=-1) == y).sum() / (y != LEFT_OUT).sum())
 
     def torch_loss(self, outputs: Any, y: Any) -> Any:
-        """Cross-entropy, the mean over the labels that count; 0 when none does."""
+        """Cross-entropy, the mean over the labels that count."""
         # `_Labels.torch_loss` is 0 at a step left out, but counts it: dividing by the share that counts takes it out.
-        counted = (y != LEFT_OUT).to(outputs.dtype).mean()
-        return super().torch_loss(outputs, y) / counted.clamp(min=1.0 / _MOST)
+        return super().torch_loss(outputs, y) / (y != LEFT_OUT).to(outputs.dtype).mean()
 
 
 class Regression(Target):
