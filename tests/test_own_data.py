@@ -133,6 +133,20 @@ def test_a_first_image_that_is_grey_makes_no_coloured_one_grey_unasked(tmp_path:
         assert s.samples(np.arange(2)).shape == (2, channels, 4, 6)
 
 
+@pytest.mark.parametrize("mode", ["P", "RGB", "RGBA", "I;16B"])
+def test_a_grey_image_stored_in_another_mode_fits_a_grey_first_one(tmp_path: Path, mode: str) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    Image.fromarray(np.full((4, 4), 0x80, np.uint8)).save(tmp_path / "a" / "0.png")
+    if mode == "I;16B":
+        Image.frombytes(mode, (4, 4), b"\x80\x00" * 16).save(tmp_path / "b" / "0.tif")
+    else:
+        Image.fromarray(np.full((4, 4), 0x80, np.uint8)).convert(mode).save(tmp_path / "b" / "0.png")
+    s = read(DataConfig(name="images", path=tmp_path))
+    assert not isinstance(s, DeviceFiles)
+    assert s.samples(np.arange(2)) == pytest.approx(0x80 / 255, abs=1e-6)
+
+
 def test_sixteen_bits_a_pixel_and_turned_photographs_come_out_right(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(tmp_path / "a" / "0.png")

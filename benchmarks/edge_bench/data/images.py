@@ -53,7 +53,15 @@ class Form:
 
 
 def _is_grey(image: Image.Image) -> bool:
-    return image.mode in ("1", "L", "LA", "I", "I;16", "F")
+    return image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I")
+
+
+def _has_colour(image: Image.Image) -> bool:
+    """Whether a pixel is other than grey: grey pictures are often stored in three channels or with a palette."""
+    if _is_grey(image):
+        return False
+    pixels = np.asarray(image.convert("RGB"))
+    return bool((pixels != pixels[..., :1]).any())
 
 
 def _lies(image: Image.Image) -> bool:
@@ -88,7 +96,7 @@ def stack(pictures: Iterable[Image.Image], n: int, form: Form) -> NDArray[np.flo
     height, width = form.size
     x = np.empty((n, form.channels, height, width), np.float32)
     for place, picture in zip(x, pictures, strict=True):
-        if form.guessed and not _is_grey(picture):
+        if form.guessed and _has_colour(picture):
             raise DataError('the first image is grey and another has colour; set colour = "rgb", or "grey" for all')
         upright = ImageOps.exif_transpose(picture)
         if upright.mode.startswith("I"):  # 16 bits a pixel: Pillow's own conversion would cut at 255
