@@ -93,6 +93,8 @@ class Drops:
 
     def _draw(self, shape: Any, p: float) -> Tensor:
         self.calls += 1
+        if not shape:  # one draw for the whole batch
+            return kept((1,), p, self.key, self.calls)[0]
         return kept(shape, p, self.key, self.calls)
 
     def table(self) -> dict[Any, Callable[..., Any]]:
