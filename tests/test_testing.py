@@ -16,6 +16,7 @@ from edge_kernels.codecs import values
 from edge_client.measure.energy import Trace
 from edge_client.methods.fedavg import FedAvg, State, Update
 from edge_client.methods.lattice.method import Lattice
+from edge_client.methods.linear_probing import LinearProbing
 from edge_client.protocol.payload import Payload, vector
 from edge_client.training import Gradient, open_trainer
 
@@ -28,6 +29,14 @@ class Careless(FedAvg):
 
     def read_update(self, a: Any, state: Any, record: Any, payload: Payload) -> Update:
         return Update(vector(payload, "parameters", a.model.manifest.d), a.model.buffers, 1.0)
+
+
+class Lax(LinearProbing):
+    """Takes statistics that nothing reads."""
+
+    def read_update(self, a: Any, state: Any, record: Any, payload: Payload) -> Any:
+        read = {name: array for name, array in payload.arrays.items() if name != "buffers"}
+        return super().read_update(a, state, record, Payload(read, payload.meta))
 
 
 class Crashing(FedAvg):
@@ -82,6 +91,7 @@ class Unaware(Lattice):
     ("kind", "check", "sentence"),
     [
         (Careless, methods.refuses_what_is_malformed, "accepted an update with an array too many"),
+        (Lax, methods.refuses_what_is_malformed, "accepted an update with an array too many, 'buffers'"),
         (Crashing, methods.refuses_what_is_malformed, "raised KeyError.*raise PayloadError"),
         (Random, methods.repeats, "differs in .*edge_kernels.counter"),
         (Forgetful, methods.survives_the_store, "the state after two rounds is another"),

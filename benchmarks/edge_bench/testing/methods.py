@@ -253,8 +253,9 @@ def refuses_what_is_malformed(method: Method, ground: Ground, rounds: int = 0) -
     there, device, who = middle(method, ground, rounds), min(ground.devices), method.name
     good = there.update(device)
     require(not there.refused(device, good, "as the device sends it"), f"{who}: its own update is refused")
-    content = payload.decode(good)
-    for what, bad in _mutations(content):
+    content, (_, downlinks) = payload.decode(good), there.sim.turns(rounds + 1, {device: there.names.index(device)})
+    others = {"buffers", "surplus"}.union(*(payload.decode(data).arrays for data in downlinks.values()))
+    for what, bad in _mutations(content, others):
         require(
             there.refused(device, payload.encode(bad), what),
             f"{who}: accepted an update {what}; check names, dtypes, shapes and finite values in `read_update` "
@@ -267,14 +268,15 @@ def refuses_what_is_malformed(method: Method, ground: Ground, rounds: int = 0) -
         require(there.refused(device, good[:size], what), f"{who}: accepted an update {what}")
 
 
-def _mutations(content: Payload) -> Iterator[tuple[str, Payload]]:
-    """Updates that no device of this method would send, by what is wrong with them."""
+def _mutations(content: Payload, others: set[str]) -> Iterator[tuple[str, Payload]]:
+    """Updates that no device of this method would send, by what is wrong with them; `others` are names of arrays."""
     arrays, meta = dict(content.arrays), content.meta
 
     def put(name: str, array: np.ndarray[Any, Any]) -> Payload:
         return Payload({**arrays, name: array}, meta)
 
-    yield "with an array too many", put("surplus", np.zeros(3, np.float32))
+    for name in sorted(others - arrays.keys()):
+        yield f"with an array too many, {name!r}", put(name, np.zeros((1, 3), np.float16))
     for name, a in arrays.items():
         yield f"without {name}", Payload({k: v for k, v in arrays.items() if k != name}, meta)
         yield f"with {name} of another type", put(name, a.astype(np.int64 if a.dtype.kind == "f" else np.float16))
