@@ -101,7 +101,7 @@ class OnnxRuntimeTrainer(Engine):
 def _vector(flat: F32, size: int) -> F32:
     """`flat` as the runtime reads it by address: contiguous float32 of the right length."""
     if flat.shape != (size,):
-        raise ValueError(f"a flat vector of {size} values is due, got shape {flat.shape}")
+        raise ValueError(f"the shape is {flat.shape}; it must be ({size},)")
     return np.ascontiguousarray(flat, np.float32)
 
 

@@ -54,7 +54,7 @@ def up_head(data: bytes) -> tuple[UpHead, bytes]:
     """The head of an update and what follows it. Raises PayloadError."""
     crc, gain = _fields(_UP, data)
     if not math.isfinite(gain):
-        raise PayloadError(f"the update's gain is {gain}; a finite number is due")
+        raise PayloadError(f"the update's gain is {gain}; it must be a finite number")
     return UpHead(crc, gain), data[_UP.size :]
 
 
