@@ -190,18 +190,11 @@ def _open(folder: Path, database: str | None, bucket: Bucket | None) -> Store:
         metadata = Metadata(file if database is None else database)
         try:
             _match(folder, metadata, bucket)
-            return Store(folder, metadata, _blobs(folder / BLOBS, bucket))
+            blobs = FolderBlobs(folder / BLOBS) if bucket is None else bucket.blobs(folder / BLOBS)
+            return Store(folder, metadata, blobs)
         except BaseException:
             metadata.close()
             raise
-
-
-def _blobs(root: Path, bucket: Bucket | None) -> FolderBlobs:
-    if bucket is None:
-        return FolderBlobs(root)
-    from coord_server.store.s3 import S3Blobs  # boto3 is needed only here
-
-    return S3Blobs(root, bucket)
 
 
 @contextmanager

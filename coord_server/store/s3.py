@@ -71,6 +71,10 @@ class Bucket:
                     "restore it"
                 )
 
+    def blobs(self, root: Path) -> S3Blobs:
+        """The store, whose uploads on their way in lie in the folder `root`. Raises StateError."""
+        return S3Blobs(root, self)
+
     def pages(self, under: str, **more: str) -> Iterator[dict[str, Any]]:
         """What lies under a shelf or a folder of shelves, up to 1000 objects a page."""
         pages = self.client.get_paginator("list_objects_v2")
