@@ -275,17 +275,18 @@ class Lattice(Settings):
         late, like, grown = levels.lateness(state, n)
         up, down = median_low(total.sizes), self.change_bytes(course, round_, state, late)
         state = replace(state, spent=state.spent + up + down)
-        if not (like and levels.settled(state, like)):
+        rises = round_ + self.window(course) < course.rounds and not state.bad and not state.coarser
+        falls = state.bad >= BAD_ROUNDS and state.level > 0
+        if not ((rises or falls) and like and levels.settled(state, like)):
             return state
         typical = down if like == late else self.change_bytes(course, round_, state, like)
         need = self.need(course, round_, state, n, up + grown * typical)
-        free = round_ + self.window(course) < course.rounds and not state.bad and not state.coarser
-        if free and need > 1:
-            cells = levels.coarsest(state, n, course.rounds)
-            return levels.coarse(state, cells) if cells else levels.raised(state, need, self.top)
-        if state.bad >= BAD_ROUNDS and need <= 1 / HALVED and state.level > 0:
-            return replace(state, level=state.level - 1, bad=0)
-        return state
+        if falls:
+            return replace(state, level=state.level - 1, bad=0) if need <= 1 / HALVED else state
+        if need <= 1:
+            return state
+        cells = levels.coarsest(state, n, course.rounds)
+        return levels.coarse(state, cells) if cells else levels.raised(state, need, self.top)
 
     def need(self, course: Course, round_: int, state: State, n: float, bytes_: float) -> float:
         """What the rounds left take, at `bytes_` each, over what is left of the budget, at least one round's bytes."""
