@@ -154,5 +154,5 @@ def kept_since(net: Network, a: Assignment, kept: Kept | None, base: int) -> Kep
     if base < 2:
         raise PayloadError(f"the downlink of round {a.round} builds on round {base}; fetch it again")
     if kept.round != base or kept.counts.size != on_grid(net).size:
-        raise stale(a, f"it holds {kept.counts.size} counts of round {kept.round}, and round {base} was due")
+        raise stale(a, f"it holds {kept.counts.size} counts of round {kept.round}, not of round {base}")
     return kept
