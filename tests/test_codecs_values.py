@@ -145,9 +145,9 @@ def test_hostile_parts_decode_to_finite_values_or_are_refused(name: str, data: b
 
 
 def test_a_name_is_kept_with_its_parameter_in_one_form() -> None:
-    assert values.codec("topk:0.10").name == "topk:0.1"
-    assert values.codec("topk:0.10").name == values.codec("topk:0.1").name
-    assert values.codec("eden").name == "eden"
+    assert values.checked_name("topk:0.10") == "topk:0.1"
+    assert [values.checked_name(name) for name in ("eden", "eden:1.0", "qsgd:07")] == ["eden", "eden:1", "qsgd:7"]
+    assert values.checked_name("drive:mse") == "drive:mse"
     assert values.encode("eden", np.ones(9), 0) == values.encode("eden:1", np.ones(9), 0)
     with pytest.raises(CodecError, match="'float16' takes no parameter"):
         values.codec("float16:2")

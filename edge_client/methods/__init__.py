@@ -55,9 +55,9 @@ from edge_client.task import Assignment, Course, Local, Personal, Task
 ALL = "all"
 """The audience of every device, for methods whose downlink depends on nothing but the state."""
 
-SetCodecName = Annotated[str, AfterValidator(lambda name: codecs.codec(name).name)]
+SetCodecName = Annotated[str, AfterValidator(codecs.checked_name)]
 """A setting that names a set codec; an unknown name is refused with the choices."""
-ValueCodecName = Annotated[str, AfterValidator(lambda name: values.codec(name).name)]
+ValueCodecName = Annotated[str, AfterValidator(values.checked_name)]
 """The same for value codecs."""
 
 

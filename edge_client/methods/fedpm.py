@@ -37,7 +37,7 @@ KLMS = "klms"
 def _mask_codec(name: str) -> str:
     """The name of a set codec, or KLMS. Raises ValueError with the choices."""
     try:
-        return name if name == KLMS else codecs.codec(name).name
+        return name if name == KLMS else codecs.checked_name(name)
     except CodecError as error:
         raise ValueError(f"{error}, or {KLMS}") from None
 

@@ -25,7 +25,6 @@ def check_codec(codec: SetCodec | ValueCodec) -> None:
 
 
 def _check_set(codec: SetCodec) -> None:
-    who = f"set codec {codec.name!r}"
     for d in SIZES:
         contexts = (counter.uint64(1, d) % np.uint64(5)).astype(np.uint8)
         for rate in RATES:
@@ -33,45 +32,46 @@ def _check_set(codec: SetCodec) -> None:
             positions, what = np.flatnonzero(mask).astype(np.uint32), f"{int(mask.sum())} of {d} positions"
             for known in (None, contexts):
                 data = codec.encode(positions, d, known)
-                require(codec.encode(positions, d, known) == data, f"{who}: {what} gave other bytes the second time")
+                require(
+                    codec.encode(positions, d, known) == data, f"the codec: {what} gave other bytes the second time"
+                )
                 try:
                     found = as_positions(codec.decode(data, d, known), d)
                 except CodecError as error:
-                    raise AssertionError(f"{who}: {what} came back as no set: {error}") from error
+                    raise AssertionError(f"the codec: {what} came back as no set: {error}") from error
                 if codec.exact:
                     same = np.array_equal(found, positions)
-                    require(same, f"{who}: {what} came back as other {len(found)}; set exact=False if it may")
+                    require(same, f"the codec: {what} came back as other {len(found)}; set exact=False if it may")
                 missing = np.setdiff1d(positions, found)
-                require(not len(missing), f"{who}: {what} came back without {missing[:3].tolist()}")
+                require(not len(missing), f"the codec: {what} came back without {missing[:3].tolist()}")
             for bad in _damaged(data):
                 try:
                     as_positions(codec.decode(bad, d, contexts), d)
                 except MemoryError:
-                    raise AssertionError(f"{who}: a damaged payload of {what} asks for too much memory") from None
+                    raise AssertionError(f"the codec: a damaged payload of {what} asks for too much memory") from None
                 except Exception:  # the caller of a codec makes it a CodecError
                     continue
 
 
 def _check_values(codec: ValueCodec) -> None:
-    who = f"value codec {codec.name!r}"
     for d in SIZES:
         v = np.random.default_rng(d).standard_normal(d).astype(np.float32)
         data, what = codec.encode(v.copy(), 5), f"{d} values"
-        require(len(data) <= limit(d), f"{who}: {what} take {len(data)} bytes; the most is {limit(d)}")
+        require(len(data) <= limit(d), f"the codec: {what} take {len(data)} bytes; the most is {limit(d)}")
         require(
-            codec.encode(v.copy(), 5) == data, f"{who}: {what} gave other bytes the second time; draw from `stream`"
+            codec.encode(v.copy(), 5) == data, f"the codec: {what} gave other bytes the second time; draw from `stream`"
         )
         found = codec.decode(data, d, 5)
         fits = found.dtype == np.float32 and found.shape == (d,) and bool(np.isfinite(found).all())
-        require(fits, f"{who}: {what} came back as {found.dtype}{list(found.shape)}, or not finite")
-        require(float(found @ v) >= 0, f"{who}: {what} came back pointing the other way")
+        require(fits, f"the codec: {what} came back as {found.dtype}{list(found.shape)}, or not finite")
+        require(float(found @ v) >= 0, f"the codec: {what} came back pointing the other way")
         zero = codec.decode(codec.encode(np.zeros(d, np.float32), 5), d, 5)
-        require(codec.coarse or not zero.any(), f"{who}: zeros came back as other values")
+        require(codec.coarse or not zero.any(), "the codec: zeros came back as other values")
         for bad in _damaged(data):
             try:
                 codec.decode(bad, d, 5)
             except MemoryError:
-                raise AssertionError(f"{who}: a damaged payload of {what} asks for too much memory") from None
+                raise AssertionError(f"the codec: a damaged payload of {what} asks for too much memory") from None
             except Exception:  # the caller of a codec makes it a CodecError
                 continue
 

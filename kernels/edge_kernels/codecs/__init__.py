@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from edge_kernels.codecs import auto, bits, bloom, entropy, fuse, png, registry, rice
 from edge_kernels.codecs.sets import MAX_D, CodecError, Contexts, Positions, as_positions, check_size, mask_of
 
-__all__ = ["CODECS", "GROUP", "MAX_D", "CodecError", "Contexts", "Positions", "SetCodec", "codec", "decode",
-           "decode_mask", "encode", "mask_of", "names"]  # fmt: skip
+__all__ = ["CODECS", "GROUP", "MAX_D", "CodecError", "Contexts", "Positions", "SetCodec", "checked_name",
+           "codec", "decode", "decode_mask", "encode", "mask_of", "names"]  # fmt: skip
 
 GROUP = "maskfleet.codecs.sets"
 
@@ -35,17 +35,17 @@ class SetCodec:
     no parameter.
     """
 
-    name: str
-    exact: bool
     encode: Callable[[Positions, int, Contexts | None], bytes]
     decode: Callable[[bytes, int, Contexts | None], Positions]
+    exact: bool = True
     with_parameter: Callable[[str], SetCodec] | None = None
 
 
-def _plain(name: str, exact: bool, enc: Callable[[Positions, int], bytes],
-           dec: Callable[[bytes, int], Positions]) -> SetCodec:  # fmt: skip
+def _plain(
+    enc: Callable[[Positions, int], bytes], dec: Callable[[bytes, int], Positions], exact: bool = True
+) -> SetCodec:
     """A codec that has no use for contexts."""
-    return SetCodec(name, exact, lambda positions, d, _: enc(positions, d), lambda data, d, _: dec(data, d))
+    return SetCodec(lambda positions, d, _: enc(positions, d), lambda data, d, _: dec(data, d), exact)
 
 
 def _bloom(text: str) -> SetCodec:
@@ -53,24 +53,20 @@ def _bloom(text: str) -> SetCodec:
     rate = float(text)
     if not 1e-6 <= rate <= 0.5:
         raise ValueError(f"the rate of false positives is 0.000001 to 0.5, not {text}")
-    made = _plain(f"bloom:{rate:g}", False, partial(bloom.encode, rate=rate), bloom.decode)
-    return replace(made, with_parameter=_bloom)
+    return _plain(partial(bloom.encode, rate=rate), bloom.decode, exact=False)
 
 
 CODECS: Mapping[str, SetCodec] = {
-    codec.name: codec
-    for codec in (
-        _plain("bits", True, bits.encode, bits.decode),
-        _plain("rice", True, rice.encode, rice.decode),
-        SetCodec("entropy", True, entropy.encode, entropy.decode),
-        SetCodec("auto", True, auto.encode, auto.decode),
-        *(
-            _plain(f"fuse{width}", False, partial(fuse.encode, width=width), partial(fuse.decode, width=width))
-            for width in (8, 16, 32)
-        ),
-        _plain("fuse8-png", False, png.encode, png.decode),
-        replace(_bloom("0.01"), name="bloom"),
-    )
+    "bits": _plain(bits.encode, bits.decode),
+    "rice": _plain(rice.encode, rice.decode),
+    "entropy": SetCodec(entropy.encode, entropy.decode),
+    "auto": SetCodec(auto.encode, auto.decode),
+    **{
+        f"fuse{width}": _plain(partial(fuse.encode, width=width), partial(fuse.decode, width=width), exact=False)
+        for width in (8, 16, 32)
+    },
+    "fuse8-png": _plain(png.encode, png.decode, exact=False),
+    "bloom": replace(_bloom("0.01"), with_parameter=_bloom),
 }
 
 
@@ -100,9 +96,13 @@ def decode_mask(name: str, data: bytes, d: int, contexts: Contexts | None = None
 
 def codec(name: str) -> SetCodec:
     """The set codec ``NAME`` or ``NAME:PARAMETER``. Raises CodecError with the choices."""
-    family, colon, parameter = name.partition(":")
-    found = registry.find(family, CODECS, GROUP, "set codec")
-    return registry.with_parameter("set codec", family, parameter, found.with_parameter) if colon else found
+    return registry.find(name, CODECS, GROUP, "set codec")
+
+
+def checked_name(name: str) -> str:
+    """The name of a set codec in one form, for a setting. Raises CodecError as `codec` does."""
+    codec(name)
+    return registry.one_form(name)
 
 
 def _checked(contexts: Contexts | None, d: int) -> Contexts | None:

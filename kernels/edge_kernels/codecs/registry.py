@@ -1,6 +1,7 @@
 """Codecs by name: the built-in ones, then those that other packages add by an entry point.
 
-An entry point names one codec object. It is looked up when its name is first used and never at import.
+A codec does not hold its name: the table's key, or the entry point's name, is all that names it. An entry point is
+looked up when its name is first used and never at import.
 """
 
 from __future__ import annotations
@@ -8,27 +9,41 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from edge_kernels.codecs.sets import CodecError
 
-Codec = TypeVar("Codec")
+
+class _Parametrised(Protocol):
+    @property
+    def with_parameter(self) -> Callable[[str], Any] | None: ...
+
+
+Codec = TypeVar("Codec", bound=_Parametrised)
 Result = TypeVar("Result")
 
 
 def find(name: str, builtin: Mapping[str, Codec], group: str, what: str) -> Codec:
-    """The codec `name`. Raises CodecError with the choices; `what` names the kind of codec."""
-    return builtin[name] if name in builtin else cast(Codec, _load(name, group, what, tuple(builtin)))
-
-
-def with_parameter(what: str, family: str, text: str, make: Callable[[str], Codec] | None) -> Codec:
-    """The codec ``FAMILY:TEXT``. Raises CodecError with the choices."""
-    if make is None:
+    """The codec ``NAME`` or ``NAME:PARAMETER``. Raises CodecError with the choices; `what` is the kind of codec."""
+    family, colon, text = name.partition(":")
+    found = builtin[family] if family in builtin else cast(Codec, _load(family, group, what, tuple(builtin)))
+    if not colon:
+        return found
+    if found.with_parameter is None:
         raise CodecError(f"{what} {family!r} takes no parameter, not {text!r}")
     try:
-        return make(text)
+        return cast(Codec, found.with_parameter(text))
     except ValueError as error:
-        raise CodecError(f"{what} '{family}:{text}': {error}") from None
+        raise CodecError(f"{what} {name!r}: {error}") from None
+
+
+def one_form(name: str) -> str:
+    """The name with a parameter that is a number in its shortest form, so that ``topk:0.10`` is ``topk:0.1``."""
+    family, colon, text = name.partition(":")
+    try:
+        return f"{family}{colon}{float(text):g}"
+    except ValueError:
+        return name
 
 
 def names(builtin: Mapping[str, object], group: str) -> list[str]:

@@ -52,7 +52,6 @@ class ValueCodec:
     ``NAME:PARAMETER``, or raises ValueError with the choices; None if the codec has no parameter.
     """
 
-    name: str
     encode: Callable[[F32, int], bytes]
     decode: Callable[[bytes, int, int], F32]
     coarse: bool = False
@@ -85,9 +84,13 @@ def decode(name: str, data: bytes, d: int, stream: int) -> F32:
 
 def codec(name: str) -> ValueCodec:
     """The value codec ``NAME`` or ``NAME:PARAMETER``. Raises CodecError with the choices."""
-    family, colon, parameter = name.partition(":")
-    found = registry.find(family, VALUES, GROUP, "value codec")
-    return registry.with_parameter("value codec", family, parameter, found.with_parameter) if colon else found
+    return registry.find(name, VALUES, GROUP, "value codec")
+
+
+def checked_name(name: str) -> str:
+    """The name of a value codec in one form, for a setting. Raises CodecError as `codec` does."""
+    codec(name)
+    return registry.one_form(name)
 
 
 def encode_parts(name: str, values: NDArray[Any], ends: Sequence[int], stream: int) -> bytes:
@@ -172,55 +175,51 @@ def _eden(text: str) -> ValueCodec:
     bits = float(text)
     if bits not in rotation.CENTROIDS and not 1e-4 <= bits < 1:
         raise ValueError(f"the bits are 1, 2, 3, 4, or a share from 0.0001 to below 1, not {text}")
-    return ValueCodec(f"eden:{bits:g}", partial(rotation.encode, bits=bits), partial(rotation.decode, bits=bits),
-                      bits < 1, _eden)  # fmt: skip
+    return ValueCodec(partial(rotation.encode, bits=bits), partial(rotation.decode, bits=bits), bits < 1)
 
 
-def _drive(text: str, name: str, write: Callable[..., bytes], read: Callable[..., F32]) -> ValueCodec:
+def _drive(text: str, write: Callable[..., bytes], read: Callable[..., F32]) -> ValueCodec:
     """DRIVE or DRIVE+ with one of two scales, which read alike."""
     if text not in ("unbiased", "mse"):
         raise ValueError(f"the scale is unbiased or mse, not {text}")
-    again = partial(_drive, name=name, write=write, read=read)
-    return ValueCodec(f"{name}:{text}", partial(write, least_error=text == "mse"), read, False, again)
+    return ValueCodec(partial(write, least_error=text == "mse"), read)
 
 
 def _qsgd(text: str) -> ValueCodec:
     levels = int(text)
     if not 1 <= levels <= 255:
         raise ValueError(f"the levels are 1 to 255, not {text}")
-    write = partial(quantised.encode_qsgd, levels=levels)
-    return ValueCodec(f"qsgd:{levels}", write, partial(quantised.decode_qsgd, levels=levels), False, _qsgd)
+    return ValueCodec(partial(quantised.encode_qsgd, levels=levels), partial(quantised.decode_qsgd, levels=levels))
 
 
-def _sparse(text: str, name: str, write: Callable[..., bytes], read: Callable[..., F32]) -> ValueCodec:
+def _sparse(text: str, write: Callable[..., bytes], read: Callable[..., F32]) -> ValueCodec:
     fraction = float(text)
     if not 1e-6 <= fraction <= 1:
         raise ValueError(f"the fraction is 0.000001 to 1, not {text}")
-    again = partial(_sparse, name=name, write=write, read=read)
-    return ValueCodec(f"{name}:{fraction:g}", partial(write, fraction=fraction), partial(read, fraction=fraction),
-                      True, again)  # fmt: skip
+    return ValueCodec(partial(write, fraction=fraction), partial(read, fraction=fraction), coarse=True)
+
+
+def _family(make: Callable[[str], ValueCodec], default: str) -> ValueCodec:
+    """The codec of the parameter `default`, which makes those of others."""
+    return replace(make(default), with_parameter=make)
 
 
 VALUES: Mapping[str, ValueCodec] = {
-    name: replace(codec, name=name)
-    for name, codec in {
-        "float32": ValueCodec(
-            "",
-            partial(_encode_float, dtype="<f4"),
-            partial(_decode_float, dtype="<f4"),
-            most=float(np.finfo(np.float32).max),
-        ),
-        "float16": ValueCodec(
-            "", partial(_encode_float, dtype="<f2"), partial(_decode_float, dtype="<f2"), most=65504.0
-        ),
-        "stochastic8": ValueCodec("", _encode_stochastic, _decode_stochastic),
-        "eden": _eden("1"),
-        "drive": _drive("unbiased", "drive", rotation.encode_drive, partial(rotation.decode, bits=1, unit=True)),
-        "drive+": _drive("unbiased", "drive+", rotation.encode_means, rotation.decode_means),
-        "qsgd": _qsgd("7"),
-        "topk": _sparse("0.01", "topk", sparse.encode_top, sparse.decode_top),
-        "stc": _sparse("0.01", "stc", sparse.encode_ternary, sparse.decode_ternary),
-        "sign": ValueCodec("", quantised.encode_signs, quantised.decode_signs, coarse=True),
-    }.items()
+    "float32": ValueCodec(
+        partial(_encode_float, dtype="<f4"),
+        partial(_decode_float, dtype="<f4"),
+        most=float(np.finfo(np.float32).max),
+    ),
+    "float16": ValueCodec(partial(_encode_float, dtype="<f2"), partial(_decode_float, dtype="<f2"), most=65504.0),
+    "stochastic8": ValueCodec(_encode_stochastic, _decode_stochastic),
+    "eden": _family(_eden, "1"),
+    "drive": _family(
+        partial(_drive, write=rotation.encode_drive, read=partial(rotation.decode, bits=1, unit=True)), "unbiased"
+    ),
+    "drive+": _family(partial(_drive, write=rotation.encode_means, read=rotation.decode_means), "unbiased"),
+    "qsgd": _family(_qsgd, "7"),
+    "topk": _family(partial(_sparse, write=sparse.encode_top, read=sparse.decode_top), "0.01"),
+    "stc": _family(partial(_sparse, write=sparse.encode_ternary, read=sparse.decode_ternary), "0.01"),
+    "sign": ValueCodec(quantised.encode_signs, quantised.decode_signs, coarse=True),
 }
-"""The built-in codecs, each with its default parameter."""
+"""The built-in codecs."""
