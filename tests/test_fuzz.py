@@ -56,6 +56,12 @@ def test_a_few_seconds_guided_by_coverage_find_nothing(group: str) -> None:
     assert int(words[1]) >= 100
 
 
+def test_the_shortest_payloads_take_no_more_memory_than_they_may(fuzzer: ModuleType) -> None:
+    for target in fuzzer.fuzz_targets.GROUPS["codecs"](False):
+        for size in range(4):
+            fuzzer.attempt(target, bytes(size), measured=True)
+
+
 def test_the_mutator_is_seeded(fuzzer: ModuleType) -> None:
     whole = b"abcdefgh" * 9
     first, second = (fuzzer.mutate(whole, b"12345678", random.Random(3)) for _ in range(2))
