@@ -122,10 +122,11 @@ class Prox(Method):
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 BLOCKS = dict(re.findall(r"```\w+\n# (\S+)\n(.*?)```", PAGE.read_text(), re.DOTALL))
 MORE = {
-    "maskfleet.methods": {"acme-prox": "acme_fleet.prox:Prox", "acme-broken": "acme_fleet.nowhere:Nothing"},
+    "maskfleet.methods": {"acme-prox": "acme_fleet.prox:Prox", "acme-broken": "acme_fleet.nowhere:Nothing",
+                          "acme-other": "acme_fleet.prox:Prox"},
     "maskfleet.codecs.values": {"acme-missing": "acme_fleet.codecs:missing"},
 }
-"""Beside the page's own entry points: a method with records and audiences, and two that do not load."""
+"""Beside the page's own entry points: a method with records and audiences, two that do not load, and one whose class has another name."""
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +273,8 @@ def test_the_page_s_data_set_is_divided_by_its_owners(bundle: Bundle) -> None:
 def test_what_does_not_load_or_is_not_installed_is_named_with_the_choices(installed: Path, bundle: Bundle) -> None:
     with pytest.raises(ConfigError, match=r"acme-broken' cannot be loaded \(ModuleNotFoundError"):
         make_method({"name": "acme-broken"})
+    with pytest.raises(ConfigError, match=r"'acme-other' has name = 'acme-prox' in its class"):
+        make_method({"name": "acme-other"})
     with pytest.raises(ConfigError, match=r"acme-missing' cannot be loaded \(AttributeError"):
         make_method({"name": "fedavg", "up": "acme-missing"})
     with pytest.raises(ConfigError, match=r"'zip'; choose one of float32, float16, stochastic8, .*acme-brain"):
