@@ -14,7 +14,7 @@ import pytest
 from edge_bench.data import datasets, histogram, own, partition, scaling, sources
 from edge_bench.data.datasets import divide, load, read
 from edge_bench.data.sources import CHARACTERS, Samples
-from edge_bench.data.table import DataConfig
+from edge_bench.data.table import SPLITS, DataConfig
 from edge_bench.simulation.file import find_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +27,7 @@ from edge_client.errors import ConfigError, DataError, StateError, StorageFullEr
 from edge_client.targets import Classification, Regression, Sequence, Target
 
 pytest.importorskip("sklearn")
+DEALT = [split for split in SPLITS if split != "natural"]
 DIGITS = DataConfig(name="digits", devices=4, split="dirichlet", samples=400)
 
 
@@ -195,7 +196,7 @@ def rows_of(x: Any) -> set[bytes]:
     return {row.astype(np.float32).tobytes() for row in x}
 
 
-@pytest.mark.parametrize("split", ["iid", "dirichlet", "classes"])
+@pytest.mark.parametrize("split", DEALT)
 def test_a_users_test_samples_alone_test_also_when_they_are_dealt_out(split: Any, tmp_path: Path) -> None:
     marked = np.arange(120) % 4 == 0
     config = saved(tmp_path, x=X, y=Y, is_test=marked).model_copy(update={"split": split, "devices": 3, "alpha": 10.0})
@@ -208,7 +209,7 @@ def test_a_users_test_samples_alone_test_also_when_they_are_dealt_out(split: Any
             assert not rows_of(X[marked]) & (tested | trained)
 
 
-@pytest.mark.parametrize("split", ["iid", "dirichlet", "classes"])
+@pytest.mark.parametrize("split", DEALT)
 def test_a_group_without_an_owner_goes_whole_to_one_part_of_one_device(split: Any, tmp_path: Path) -> None:
     group = np.random.default_rng(1).permutation(np.arange(600) % 60)
     x = np.arange(600.0).reshape(600, 1)
@@ -299,7 +300,7 @@ def test_a_mistake_in_own_data_is_named(arrays: dict[str, Any], words: str, tmp_
     ("keys", "words"),
     [
         ({"samples": 1798}, "samples = 1798, but digits has 1797"),
-        ({"split": "classes", "classes": 11}, "classes = 11, but digits has 10"),
+        ({"split": "classes", "classes": 11}, "classes = 11, but the samples are of 10"),
     ],
 )
 def test_more_samples_or_classes_than_there_are_is_refused(keys: dict[str, Any], words: str) -> None:
@@ -352,7 +353,7 @@ def test_own_data_needs_a_path_and_no_unknown_keys() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    split=st.sampled_from(["natural", "iid", "dirichlet", "classes"]),
+    split=st.sampled_from([*SPLITS]),
     count=st.integers(1, 12),
     seed=st.integers(0, 2**63 - 1),
 )

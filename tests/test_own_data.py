@@ -13,7 +13,7 @@ from edge_bench.data import own as own_data
 from edge_bench.data.datasets import divide, divided, load, read, write
 from edge_bench.data.own import DeviceFiles
 from edge_bench.data.sources import Samples
-from edge_bench.data.table import DataConfig
+from edge_bench.data.table import SPLITS, DataConfig
 from edge_bench.simulation.file import SimulationConfig, find_bundle, open_simulation, read_config
 from edge_bench.simulation.split import split
 from PIL import Image
@@ -57,6 +57,7 @@ def manifest(shape: tuple[int, ...], classes: int) -> Manifest:
         ({"name": "images", "path": "x", "mean": 0.5}, "mean = 0.5: give a list, in brackets"),
         ({"name": "images", "path": "x", "size": [0, 5]}, r"size = \[0, 5\]: give a side of 1"),
         ({"name": "images", "path": "x", "size": [5]}, r"size = \[5\]: give a side of 1"),
+        ({"name": "digits", "split": "dirichet"}, r"there is no such split; choose natural, .*mean 'dirichlet'\?"),
         ({"name": "imags"}, "name = 'imags': there is no such data set; .*did you mean 'images'"),
         ({"name": "images", "path": "x", "deviation": [0.0]}, r"deviation.0 = 0.0"),
     ],
@@ -514,7 +515,7 @@ def test_a_device_s_file_is_marked_only_when_its_samples_are_no_raw_ones(tmp_pat
         assert ("normalised" in read_file(files["device-0"]).arrays) is mark
 
 
-@pytest.mark.parametrize("split", ["iid", "dirichlet", "classes"])
+@pytest.mark.parametrize("split", [split for split in SPLITS if split != "natural"])
 def test_devices_that_samples_are_dealt_to_do_not_take_the_names_of_owners(split: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "own.npz", x=X, y=Y, owner=np.array(["anna", "bob"])[np.arange(60) % 2])
     for count in (2, 3):  # as many as there are owners, and more

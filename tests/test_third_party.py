@@ -122,11 +122,14 @@ class Prox(Method):
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 BLOCKS = dict(re.findall(r"```\w+\n# (\S+)\n(.*?)```", PAGE.read_text(), re.DOTALL))
 MORE = {
-    "maskfleet.methods": {"acme-prox": "acme_fleet.prox:Prox", "acme-broken": "acme_fleet.nowhere:Nothing",
-                          "acme-other": "acme_fleet.prox:Prox"},
+    "maskfleet.methods": {
+        "acme-prox": "acme_fleet.prox:Prox",
+        "acme-broken": "acme_fleet.nowhere:Nothing",
+        "acme-other": "acme_fleet.prox:Prox",
+    },
     "maskfleet.codecs.values": {"acme-missing": "acme_fleet.codecs:missing"},
 }
-"""Beside the page's own entry points: a method with records and audiences, two that do not load, and one whose class has another name."""
+"""Beside the page's own entry points: a method with records and audiences, two that do not load, one under two names."""
 
 
 @pytest.fixture(scope="module")

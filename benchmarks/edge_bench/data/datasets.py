@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from edge_bench.data import own as own_data
 from edge_bench.data import partition, scaling
 from edge_bench.data.own import DeviceFiles
-from edge_bench.data.partition import FEWEST, Rows, Share
+from edge_bench.data.partition import FEWEST, Rows, Share, Units
 from edge_bench.data.sources import Samples
-from edge_bench.data.table import DataConfig, Shape, source
+from edge_bench.data.table import SPLITS, DataConfig, Shape, source
 from edge_client.bundle import Manifest, Normalisation
 from edge_client.data import DeviceData, check, fit, split
 from edge_client.errors import ConfigError, DataError
@@ -98,8 +98,6 @@ def divide(config: DataConfig, seed: int, s: Samples) -> tuple[Samples, dict[str
     chosen = "" if config.labels is None else " of these labels"
     if config.samples is not None and config.samples > len(s.y):
         raise ConfigError(f"samples = {config.samples}, but {config.called} has {len(s.y)}{chosen}; lower it")
-    if config.split == "classes" and config.classes > (there := len(np.unique(_classes(config, s)))):
-        raise ConfigError(f"classes = {config.classes}, but {config.called} has {there}{chosen}; lower it")
     rows = np.sort(counter.permutation(counter.key(seed, "samples"), len(s.y))[: config.samples])
     s = _chosen(s, rows)
     count = config.count
@@ -141,13 +139,16 @@ def deal(config: DataConfig, s: Samples, seed: int) -> NDArray[np.int64]:
     _, first, unit, size = np.unique(s.unit, return_index=True, return_inverse=True, return_counts=True)
     if len(size) < count:
         raise ConfigError(f"{count} devices cannot each get one of {len(size)} groups; use fewer devices")
-    if config.split in ("natural", "iid"):
-        return partition.evenly(len(size), count, seed)[unit]
-    y = _classes(config, s)
-    if (y != y[first][unit]).any():
-        raise ConfigError(f'a group of {config.called} has several classes; set split = "iid", or leave out `group`')
-    classes = config.classes if config.split == "classes" else None
-    return partition.by_class(y[first], size, count, seed, config.alpha, classes)[unit]
+
+    def classes() -> NDArray[np.int64]:
+        y = _classes(config, s)
+        if (y != y[first][unit]).any():
+            raise ConfigError(
+                f'a group of {config.called} has several classes; set split = "iid", or leave out `group`'
+            )
+        return y[first]
+
+    return SPLITS[config.split].deal(config, Units(size, classes), seed)[unit]
 
 
 def _parts(

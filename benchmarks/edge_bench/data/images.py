@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from edge_bench.data.sources import SPLITS, Samples
+from edge_bench.data.sources import PARTS, Samples
 from edge_client.errors import DataError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
@@ -137,7 +137,7 @@ def read_folder(path: Path, wanted: Form) -> Samples:
     names: tuple[str, ...] = ()
     owner = published = None
     above = sorted({f.parts[0] for f in files}) if 3 in depths else []
-    splits = [name for name in above if name.lower() in SPLITS]
+    splits = [name for name in above if name.lower() in PARTS]
     if splits and len(splits) < len(above):
         raise DataError(
             f"{path} has folders of devices, such as {next(n for n in above if n not in splits)}, beside {splits[0]}, "

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from edge_bench.data import images
 from edge_bench.data.images import Form
-from edge_bench.data.sources import SPLITS, Samples
+from edge_bench.data.sources import PARTS, Samples
 from edge_client import authored, extras
 from edge_client.data import DataFile, arrays_of, checked, finite
 from edge_client.data import read as read_file
@@ -56,7 +56,7 @@ def check_name(name: str, what: str) -> None:
 
 def _files(devices: Mapping[str, DataFile], what: str) -> DeviceFiles:
     """Each device's arrays. Raises DataError when the names are those of splits."""
-    if len(devices) > 1 and {name.lower() for name in devices} <= SPLITS:
+    if len(devices) > 1 and {name.lower() for name in devices} <= PARTS:
         raise DataError(
             f"{what} has {', '.join(devices)}, which name parts of one data set and no devices; put all samples into "
             "one x and y, and mark test samples by `is_test`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +33,20 @@ class Share:
         return Share(rows[part == 0], rows[part == 1], rows[part == 2])
 
 
+@dataclass(frozen=True)
+class Units:
+    """What is dealt whole, single samples or groups of them: `size` int64[n] is how many samples each has.
+
+    `classes()` is the class of each, int64[n]. It raises ConfigError for labels that are no classes, and for a unit of
+    several.
+    """
+
+    size: NDArray[np.int64]
+    classes: Callable[[], NDArray[np.int64]]
+
+
 def evenly(n: int, count: int, seed: int) -> NDArray[np.int64]:
-    """The device of each of `n` groups, int64[n]: each gets as many, drawn at random."""
+    """The device of each of `n` units, int64[n]: each gets as many, drawn at random."""
     owner = np.empty(n, np.int64)
     owner[counter.permutation(counter.key(seed, "deal"), n)] = np.arange(n) % count
     return owner
@@ -42,12 +55,14 @@ def evenly(n: int, count: int, seed: int) -> NDArray[np.int64]:
 def by_class(
     y: NDArray[np.int64], size: NDArray[np.int64], count: int, seed: int, alpha: float, classes: int | None
 ) -> NDArray[np.int64]:
-    """The device of each group of one class `y` and of `size` samples, int64[n], -1 where a class has none.
+    """The device of each unit of one class `y` and of `size` samples, int64[n], -1 where a class has none.
 
     With `classes` each device holds that many classes, without each class is divided by Dirichlet(alpha) shares. Raises
     ConfigError when no draw leaves every device `FEWEST` samples.
     """
     present = np.unique(y)
+    if classes is not None:
+        check_classes(classes, present)
     rng = np.random.default_rng(counter.key(seed, "deal"))
     for _ in range(1000):
         if classes is None:
@@ -98,8 +113,7 @@ def few_of_classes(
     it. Raises ConfigError when a class has too few.
     """
     present = np.unique(y)
-    if classes > len(present):
-        raise ConfigError(f"classes = {classes}, but the data set has {len(present)}; lower it")
+    check_classes(classes, present)
     train, validate, test = samples
     wanted = np.maximum(np.round(np.linspace(train, balance * train, classes)), 1).astype(int)
     pools, tests = {}, {}
@@ -125,6 +139,12 @@ def few_of_classes(
             parts[2].append(tests[c][counter.permutation(counter.key(seed, "test", k, c), len(tests[c]))[:test]])
         shares.append(Share(*(np.sort(np.concatenate(p)) for p in parts)))
     return shares
+
+
+def check_classes(classes: int, present: NDArray[np.int64]) -> None:
+    """Raise ConfigError when a device is to hold more classes than are `present`."""
+    if classes > len(present):
+        raise ConfigError(f"classes = {classes}, but the samples are of {len(present)}; lower it")
 
 
 def hold_out(y: NDArray[np.int64], unit: NDArray[np.int64], stream: int) -> NDArray[np.int8]:

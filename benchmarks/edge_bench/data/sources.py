@@ -29,7 +29,7 @@ FILES: Mapping[str, str] = {
     "femnist": "femnist/femnist_105writers.npz",
     "shakespeare": "shakespeare/shakespeare_roles.jsonl.gz",
 }
-SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
+PARTS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
 """Names of parts of a data set, which are no names of devices."""
 # What the pre-trained ResNets expect of red, green and blue; all CIFAR images are normalised so.
 CIFAR_MEAN, CIFAR_DEVIATION = np.array([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], np.float32)

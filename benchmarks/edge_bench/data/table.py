@@ -1,4 +1,4 @@
-"""The table `[data]` of a simulation: every key, and every data set by name.
+"""The table `[data]` of a simulation: every key, every data set and every split by name.
 
 UCI HAR, FEMNIST and Shakespeare are divided by who made the samples; the others by chance or by class.
 """
@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from edge_bench.data import images, sources
+from edge_bench.data import images, partition, sources
 from edge_bench.data import own as own_data
 from edge_bench.data.own import DeviceFiles
-from edge_bench.data.partition import FEWEST
+from edge_bench.data.partition import FEWEST, Units
 from edge_bench.data.sources import Samples, find
 from edge_client.errors import ConfigError, suggestion
 
@@ -40,6 +42,17 @@ class Source:
     normalised: bool = False
 
 
+@dataclass(frozen=True)
+class Split:
+    """A division by name: `deal(config, units, seed)` is the device of each unit, int64[n], -1 where it goes to none.
+
+    `keys` of `[data]` are those it uses.
+    """
+
+    deal: Callable[[DataConfig, Units, int], NDArray[np.int64]]
+    keys: frozenset[str] = frozenset()
+
+
 class DataConfig(BaseModel):
     """The table `[data]` of a simulation. A key that the data set or the split does not use is refused."""
 
@@ -50,11 +63,11 @@ class DataConfig(BaseModel):
     """The data set's file or folder; None looks in the places of `sources`. `npz`, `images` and `hf` need it."""
     devices: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """By maker: the first so many (None: all). Others: over how many devices (None: 10)."""
-    split: Literal["natural", "iid", "dirichlet", "classes"] = "natural"
+    split: str = "natural"
     """`natural`: by maker where the data set has makers, else as `iid`, an even deal. `dirichlet`: each class by
     Dirichlet shares. `classes`: a device holds some classes only."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.5
-    """Dirichlet concentration: small is uneven."""
+    """`split = "dirichlet"`: its concentration; small is uneven."""
     classes: Annotated[int, Field(ge=1, le=1000)] = 2
     """Classes a device holds with `split = "classes"`."""
     per_class: Annotated[int, Field(ge=1)] | None = None
@@ -110,6 +123,14 @@ class DataConfig(BaseModel):
             )
         return name
 
+    @field_validator("split")
+    @classmethod
+    def _divided(cls, split: str) -> str:
+        if split not in SPLITS:
+            choices = ", ".join(SPLITS) + suggestion(split, SPLITS)
+            raise PydanticCustomError("unknown", "there is no such split; choose {choices}", {"choices": choices})
+        return split
+
     @field_validator("labels")
     @classmethod
     def _once(cls, labels: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -137,11 +158,12 @@ class DataConfig(BaseModel):
         for key in ("split", "samples", "labels"):
             if own.dependent and getattr(self, key) not in (None, "natural"):
                 faults.append((key, f"{self.name!r} is divided by {own.maker} and used whole; leave it out"))
-        for key, (other, wanted) in _GOES_WITH.items():
-            value = getattr(self, other)
-            if key in self.model_fields_set and (value is None if wanted is None else value != wanted):
-                needs = f"`{other}`" if wanted is None else f'{other} = "{wanted}"'
-                faults.append((key, f"it is used only with {needs}; add that, or leave it out"))
+        for key in sorted(self.model_fields_set):
+            users = [f'split = "{name}"' for name, split in SPLITS.items() if key in split.keys]
+            if users and key not in SPLITS[self.split].keys:
+                faults.append((key, f"it is used only with {' or '.join(users)}; add that, or leave it out"))
+            elif key in _OF_PER_CLASS and self.per_class is None:
+                faults.append((key, "it is used only with `per_class`; add that, or leave it out"))
         if faults:
             key, why = faults[0]
             fault = InitErrorDetails(
@@ -176,15 +198,28 @@ class DataConfig(BaseModel):
         return images.form(shape, self.size, self.colour, self.mean, self.deviation)
 
 
-_GOES_WITH: Mapping[str, tuple[str, str | None]] = {
-    "alpha": ("split", "dirichlet"),
-    "classes": ("split", "classes"),
-    "per_class": ("split", "classes"),
-    "validation_per_class": ("per_class", None),
-    "test_per_class": ("per_class", None),
-    "balance": ("per_class", None),
+_OF_PER_CLASS = frozenset({"validation_per_class", "test_per_class", "balance"})
+
+
+def _evenly(config: DataConfig, units: Units, seed: int) -> NDArray[np.int64]:
+    return partition.evenly(len(units.size), config.count, seed)
+
+
+def _dirichlet(config: DataConfig, units: Units, seed: int) -> NDArray[np.int64]:
+    return partition.by_class(units.classes(), units.size, config.count, seed, config.alpha, None)
+
+
+def _by_classes(config: DataConfig, units: Units, seed: int) -> NDArray[np.int64]:
+    return partition.by_class(units.classes(), units.size, config.count, seed, config.alpha, config.classes)
+
+
+SPLITS: Mapping[str, Split] = {
+    "natural": Split(_evenly),  # of samples without makers
+    "iid": Split(_evenly),
+    "dirichlet": Split(_dirichlet, frozenset({"alpha"})),
+    "classes": Split(_by_classes, frozenset({"classes", "per_class"})),
 }
-"""Keys that need another: its value, or None for any."""
+"""Every split by name."""
 
 
 def _plain(value: Any) -> Any:
