@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from coordination import OPERATOR, Fleet, bearer, open_folder, served, until
+from coordination import OPERATOR, Fleet, bearer, credential, open_folder, served, until
 from dashboard_pages import FORM, HTML, PAGE, Reader, form_of, log_in, said, send
 from fastapi import Request
 
@@ -26,6 +26,7 @@ from coord_server.http import watch
 from coord_server.http.access import CALL
 from coord_server.live.federation import LiveFederation
 from coord_server.roles import Role
+from edge_client.protocol.messages import Report
 
 DATABASE = "coordinator.db"
 
@@ -495,6 +496,19 @@ def test_the_page_says_who_has_reported_who_is_missing_and_why(tmp_path: Path) -
         assert "Score 0.750 worst 0.750" in text
         assert "round 1: mean 0.750, p10 0.750, worst 0.750" in text
         assert re.search(r"attic failed now 1 \d+ B", text)
+
+    play(tmp_path, script)
+
+
+def test_the_row_of_a_device_has_what_it_reported(tmp_path: Path) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("kitchen")
+        await log_in(fleet)
+        assert "kitchen ready now 0 0 B 0 B" in said(await fleet.http.get(PAGE))
+        report = Report(score=0.9, test_samples=5, parameters_dense=6570, parameters_compact=4000)
+        path, shown = "/v1/federations/fed/devices/kitchen/report", bearer(credential("kitchen"))
+        assert (await fleet.http.put(path, json=report.model_dump(), headers=shown)).is_success
+        assert "0.900 4,000 of 6,570 parameters" in said(await fleet.http.get(PAGE))
 
     play(tmp_path, script)
 

@@ -129,7 +129,7 @@ MORE = {
     },
     "maskfleet.codecs.values": {"acme-missing": "acme_fleet.codecs:missing"},
 }
-"""Beside the page's own entry points: a method with records and audiences, two that do not load, one under two names."""
+"""Beside the page's own entry points: a method with records and audiences, two that do not load, one of two names."""
 
 
 @pytest.fixture(scope="module")

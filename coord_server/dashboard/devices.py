@@ -31,24 +31,16 @@ PAGE = 50  # rows of one page
 
 @dataclass(frozen=True)
 class Row:
-    """One device. `seen` and `enrolled` are seconds ago."""
+    """One device: what is known of it, and what follows from that. It was last `seen` so many seconds ago."""
 
-    name: str
+    device: Device
     state: str
     seen: float
-    updates: int
-    up: int
-    down: int
-    engine: str
-    client: str
     cost: str
     """Of its last update, in words."""
     watts: str
-    battery: float | None
-    """Percent."""
-    score: float | None
-    smaller: str
     note: str
+    """Why it failed, or why its model is not compacted."""
 
 
 def states(progress: Progress, usual: float | None) -> dict[str, str]:
@@ -72,7 +64,7 @@ def rows(
     """A row for every device, those in trouble first, then by name. `asked` is what `states` returns."""
     order = {state: at for at, state in enumerate(STATES)}
     found = [_row(d, config, progress.now, asked.get(d.device)) for d in devices]
-    return sorted(found, key=lambda row: (order[row.state], row.name))
+    return sorted(found, key=lambda row: (order[row.state], row.device.device))
 
 
 def _row(d: Device, config: FederationConfig, now: float, asked: str | None) -> Row:
@@ -84,19 +76,13 @@ def _row(d: Device, config: FederationConfig, now: float, asked: str | None) -> 
         state = "done"
     elif not d.ready:
         state = "enrolled"
-    report = d.report
-    smaller = ""
-    if report is not None and report.parameters_dense:
-        smaller = f"{report.parameters_compact:,} of {report.parameters_dense:,} parameters"
     watts = ""
     if "joules" in d.cost and d.cost.get("seconds"):
         watts = f"{d.cost['joules'] / d.cost['seconds']:.2f}{words.SPACE}W"
     note = "" if d.failure is None else f"{d.failure.kind}: {d.failure.reason}"
-    if not note and report is not None and report.uncompacted:
-        note = f"not compacted: {report.uncompacted}"
-    return Row(d.device, state, seen, d.updates, d.bytes_up, d.bytes_down, d.engine, d.client, in_words(d.cost), watts,
-               d.cost.get("battery"),
-               None if report is None else report.score, smaller, note)  # fmt: skip
+    if not note and d.report is not None and d.report.uncompacted:
+        note = f"not compacted: {d.report.uncompacted}"
+    return Row(d, state, seen, in_words(d.cost), watts, note)
 
 
 def counts(found: Sequence[Row]) -> dict[str, int]:
@@ -117,7 +103,7 @@ class Part:
 
 def part(found: Sequence[Row], state: str, name: str, page: int) -> Part:
     """The rows of one page among those in `state` ("": any) whose name contains `name`."""
-    chosen = [r for r in found if state in ("", r.state) and name.lower() in r.name.lower()]
+    chosen = [r for r in found if state in ("", r.state) and name.lower() in r.device.device.lower()]
     pages = max(-(-len(chosen) // PAGE), 1)
     page = min(max(page, 1), pages)
     return Part(chosen[(page - 1) * PAGE : page * PAGE], page, pages, len(chosen))
