@@ -15,8 +15,8 @@ from rounds import M, Rounds
 
 from edge_client.bundle import F32, Manifest
 from edge_client.errors import ConfigError
-from edge_client.methods import make_method
-from edge_client.methods.fedmap import FedMap
+from edge_client.global_model import global_model
+from edge_client.methods import Method, make_method
 from edge_client.methods.fedmask.method import FedMask
 from edge_client.narrow import Channels, narrow
 from edge_client.training import Gradient
@@ -30,7 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hidenseek": {"keep": 1.0},
     "lgfedavg": {"num_layers": 1, "global_rounds": 1},
 }
-DENSE = ("fedcode", "feddr", "federated_pruning", "federated_pruning_lamp", "fedmap", "hermes", "lgfedavg", "stc")
 VARIANTS: dict[str, dict[str, Any]] = {
     "fedavg-down": {"name": "fedavg", "down": "eden:1", "up": "eden:1"},
     "feddr-down": {"name": "feddr", "down": "stochastic8", "average": 0.5},
@@ -47,6 +46,10 @@ def frozen(*names: str, seed: int | None = 1) -> Manifest:
     rows = tuple(t.model_copy(update={"trainable": t.name not in names}) for t in m.parameters)
     fields = {name: getattr(m, name) for name in Manifest.model_fields}
     return Manifest(**{**fields, "parameters": rows, "seed": seed})
+
+
+def made(name: str) -> Method:
+    return make_method(VARIANTS.get(name, {"name": name, **SETTINGS.get(name, {})}))
 
 
 class Trainer(NumpyMlp):
@@ -66,7 +69,7 @@ class Trainer(NumpyMlp):
 @pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
 def test_frozen_tensors_never_change(name: str, seed: int | None) -> None:
     m = frozen(*FROZEN, seed=seed)
-    there = Rounds(make_method(VARIANTS.get(name, {"name": name, **SETTINGS.get(name, {})})), m, 4, trainer=Trainer(m))
+    there = Rounds(made(name), m, 4, trainer=Trainer(m))
     there.course = replace(there.course, model=replace(model(m), parameters=model(m).parameters + np.float32(0.1)))
     there.state = there.method.start(there.course)
     before = there.course.model.parameters
@@ -90,21 +93,17 @@ def test_frozen_values_count_as_nothing_in_a_coded_downlink() -> None:
         assert sent[t.span].any() == t.trainable
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *({"name": "fedavg", **settings} for settings in ({}, {"down": "float16"}, {"up": "eden:1"})),
-        *({"name": name, **SETTINGS.get(name, {})} for name in DENSE),
-    ],
-)
-def test_what_a_device_sends_for_frozen_values_is_dropped(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
+def test_what_a_device_sends_for_frozen_values_is_dropped(name: str) -> None:
     """Its engine is faulty, or it is hostile."""
     m = frozen(*FROZEN)
-    there = Rounds(make_method(config), m, 4, trainer=NumpyMlp(m))  # which trains them too
+    there = Rounds(made(name), m, 4, trainer=NumpyMlp(m))  # which trains them too
     before = there.course.model.parameters
     there.play("a", "b")
-    state = there.state.model if config["name"] == "stc" else there.state
-    after = state.theta if isinstance(there.method, FedMap) else state.parameters
+    if there.method.stays(there.course) is None:
+        after = global_model(there.method, there.course, there.state, there.round).parameters
+    elif (after := getattr(there.state, "parameters", None)) is None:
+        return  # the server holds no weights
     for tensor in FROZEN:
         assert np.array_equal(after[m.tensors[tensor].span], before[m.tensors[tensor].span])
     assert not np.array_equal(after, before)
