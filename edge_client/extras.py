@@ -37,12 +37,14 @@ def load(entry: EntryPoint, what: str, fits: Callable[[Any], bool], kind: str) -
     try:
         found = entry.load()
     except Exception as error:  # code of another package may fail in any way
-        if isinstance(error, ImportError) and package in OF_PACKAGE:
+        if isinstance(error, ImportError) and package in OF_PACKAGE and not _own(error):
             raise needs(what, package, error) from None
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what} cannot be loaded ({why}); install its package anew") from error
     if not fits(found):
-        raise ConfigError(f"{what} has the entry point {entry.value!r}, which names no {kind}; mend it")
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        lacks = f" (it has no {missing})" if missing else ""
+        raise ConfigError(f"{what} has the entry point {entry.value!r}, which names no {kind}{lacks}; mend it")
     return found
 
 
@@ -56,6 +58,11 @@ def needs(what: str, package: str, error: ImportError) -> ConfigError:
     extra = _extra(package, error.name)
     advice = f"; run: pip install 'maskfleet[{extra}]'" if extra else ""
     return ConfigError(f"{what} needs {error.name or error}, which is not installed{advice}")
+
+
+def _own(error: ImportError) -> bool:
+    """Whether the missing module would be one of maskfleet's: then its name is wrong, and no extra brings it."""
+    return error.name is not None and error.name.partition(".")[0] in OF_PACKAGE
 
 
 def _extra(package: str, missing: str | None) -> str | None:

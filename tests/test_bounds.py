@@ -146,7 +146,9 @@ def test_what_another_package_installs_does_not_replace_ours_of_its_name(monkeyp
         assert list(extras.installed("maskfleet.methods").items()) == [("apart", first), ("twice", ours)]
 
 
-@pytest.mark.parametrize("where", ["no_such_package:Method", "edge_client.methods:NoSuchMethod"])
+@pytest.mark.parametrize(
+    "where", ["no_such_package:Method", "edge_client.methods:NoSuchMethod", "edge_client.methods.no_such_module:Method"]
+)
 def test_a_method_whose_package_does_not_load_is_named_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -170,6 +172,15 @@ def test_an_entry_point_that_names_no_target_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(extras, "entry_points", lambda **_: [EntryPoint("theirs", where, "maskfleet.targets")])
     with pytest.raises(ValueError, match=f"'theirs' has the entry point '{where}', which names no complete sub"):
         targets.target_type("theirs")
+
+
+def test_a_method_without_some_of_its_functions_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = EntryPoint("theirs", "edge_client.methods.shared.local_sgd:LocalSgd", "maskfleet.methods")
+    monkeypatch.setattr(extras, "entry_points", lambda **_: [half])
+    with pytest.raises(
+        ConfigError, match=r"\(it has no downlink, exchanged, finish, fold, .*, update_limit\); mend it"
+    ):
+        make_method({"name": "theirs"})
 
 
 def test_a_backend_that_does_not_load_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
