@@ -1,5 +1,7 @@
 """mkdocs hooks: README and three other files of the repository are pages of the site; links to its other files stay.
 
+The pages of methods are in the order in which README links to them.
+
 A link that leaves docs/ is pointed at a copy of its file under `repository/`; one to a folder becomes its words. What
 is not there stays as it is, so that mkdocs refuses it.
 """
@@ -25,6 +27,14 @@ PAGES = {
 }
 URIS = {source: uri for uri, source in PAGES.items()}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of methods into the navigation."""
+    linked = dict.fromkeys(re.findall(r"\(docs/(methods/\w+\.md)\)", (ROOT / "README.md").read_text("utf-8")))
+    (section,) = (part for part in config.nav or [] if "Methods" in part)
+    section["Methods"][:0] = linked
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
