@@ -174,7 +174,7 @@ def test_an_entry_point_that_names_no_target_is_named(monkeypatch: pytest.Monkey
         targets.target_type("theirs")
 
 
-def test_a_method_without_some_of_its_functions_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_incomplete_method_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     half = EntryPoint("theirs", "edge_client.methods.shared.local_sgd:LocalSgd", "maskfleet.methods")
     monkeypatch.setattr(extras, "entry_points", lambda **_: [half])
     with pytest.raises(ConfigError, match=r"it has no downlink, exchanged, finish, .*update_limit\); mend it"):

@@ -1,4 +1,4 @@
-"""The trainer contract: every backend gives the same numbers on the same bundle. A further backend is one line."""
+"""The trainer contract: every backend gives the same numbers on the same bundle."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edge_client.backends import PARTS
 from edge_client.bundle import Bundle
 from edge_client.errors import BundleError, ConfigError
 from edge_client.named_bundles import packaged
@@ -29,7 +30,7 @@ from exported import exported as exported_once  # noqa: E402
 from torch import nn  # noqa: E402
 
 EXECUTORCH = find_spec("executorch") is not None  # its programs take minutes to make, so it is no part of `dev`
-BACKENDS = ["onnxruntime", "torch", *(["executorch"] if EXECUTORCH else [])]
+BACKENDS = [name for name in PARTS if EXECUTORCH or name != "executorch"]
 REFERENCE = "torch"
 
 
