@@ -64,7 +64,8 @@ def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tu
     """`x`, `y` in the bundle's dtypes. Raises DataError naming `what` and the value that does not fit."""
     if x.ndim == 0 or x.shape[1:] != manifest.input.shape:
         raise DataError(
-            f"{what}: a sample has shape {x.shape[1:]}, the model takes {manifest.input.shape}; reshape them"
+            f"{what}: a sample has shape {x.shape[1:]}, the model takes {manifest.input.shape}; reshape them, "
+            "or use a model that takes such samples"
         )
     _check_lengths(x, y, what)
     y = manifest.target.check(y, what)

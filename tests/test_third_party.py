@@ -127,7 +127,10 @@ MORE = {
         "acme-broken": "acme_fleet.nowhere:Nothing",
         "acme-other": "acme_fleet.prox:Prox",
     },
-    "maskfleet.codecs.values": {"acme-missing": "acme_fleet.codecs:missing"},
+    "maskfleet.codecs.values": {
+        "acme-missing": "acme_fleet.codecs:missing",
+        "acme-set": "acme_fleet.codecs:plain",
+    },
 }
 """Beside the page's own entry points: a method with records and audiences, two that do not load, one of two names."""
 
@@ -280,6 +283,8 @@ def test_what_does_not_load_or_is_not_installed_is_named_with_the_choices(instal
         make_method({"name": "acme-other"})
     with pytest.raises(ConfigError, match=r"acme-missing' cannot be loaded \(AttributeError"):
         make_method({"name": "fedavg", "up": "acme-missing"})
+    with pytest.raises(ConfigError, match=r"'acme-set' has an entry point that names no ValueCodec; mend it"):
+        make_method({"name": "fedavg", "up": "acme-set"})
     with pytest.raises(ConfigError, match=r"'zip'; choose one of float32, float16, stochastic8, .*acme-brain"):
         make_method({"name": "fedavg", "up": "zip"})
     with pytest.raises(ConfigError, match=r"'zip'; choose one of bits, .*acme-plain"):

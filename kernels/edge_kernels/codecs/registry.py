@@ -26,7 +26,9 @@ Result = TypeVar("Result")
 def find(name: str, builtin: Mapping[str, Codec], group: str, what: str) -> Codec:
     """The codec ``NAME`` or ``NAME:PARAMETER``. Raises CodecError with the choices; `what` is the kind of codec."""
     family, colon, text = name.partition(":")
-    found = builtin[family] if family in builtin else cast(Codec, _load(family, group, what, tuple(builtin)))
+    found = builtin[family] if family in builtin else _load(family, group, what, tuple(builtin))
+    if not isinstance(found, kind := type(next(iter(builtin.values())))):
+        raise CodecError(f"{what} {family!r} has an entry point that names no {kind.__name__}; mend it")
     if not colon:
         return found
     if found.with_parameter is None:
