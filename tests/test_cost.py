@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from client_rig import Coordinator, device, numpy_trainer
 from coordination import D, Fleet, play, update
+from dashboard_pages import PAGE, log_in, said
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -20,7 +21,7 @@ from edge_client.device.journal import Journal, Pending
 from edge_client.errors import MeterError, PayloadError
 from edge_client.measure.energy import Accuracy, Trace, joules
 from edge_client.measure.round_cost import RoundCost
-from edge_client.protocol.cost import COST_HEADER, Cost, from_header, in_words, means, over_rounds, to_header
+from edge_client.protocol.cost import COST_HEADER, UNITS, Cost, from_header, in_words, means, over_rounds, to_header
 from edge_client.protocol.messages import Federation, FederationConfig, Round
 
 pytestmark = pytest.mark.usefixtures(numpy_trainer.__name__)
@@ -214,7 +215,7 @@ def test_an_update_that_waits_in_the_journal_keeps_its_cost(tmp_path: Path) -> N
         assert pending.cost == "12.3,,183,51"
 
 
-def test_the_coordinator_keeps_each_rounds_means_over_a_restart_and_show_says_them(tmp_path: Path) -> None:
+def test_the_coordinator_keeps_each_rounds_means_over_a_restart_and_show_and_the_page_have_them(tmp_path: Path) -> None:
     async def two_rounds(fleet: Fleet) -> None:
         await fleet.federation("a", "b")
         for round_ in (1, 2):
@@ -227,7 +228,14 @@ def test_the_coordinator_keeps_each_rounds_means_over_a_restart_and_show_says_th
     async def look(fleet: Fleet) -> list[Any]:
         return list((await fleet.operator("GET", "/v1/federations/fed/rounds")).json())
 
+    async def page(fleet: Fleet) -> str:
+        await log_in(fleet)
+        return said(await fleet.http.get(PAGE))
+
     play(tmp_path, two_rounds)
+    text = play(tmp_path, page)
+    assert all(f" {name.capitalize()} " in text for name in UNITS)
+    assert " Joules 10.0 10.0 10.0 1 " in text
     found = [Round.model_validate(r) for r in play(tmp_path, look)]
     assert [{k: (c.mean, c.most, c.devices) for k, c in r.cost.items()} for r in found] == [
         {"seconds": (m, m + 1, 2), "joules": (10, 10, 1), "megabytes": (200, 200, 1), "celsius": (50, 50, 1)}

@@ -17,7 +17,7 @@ from coord_server.http.problems import documented
 from coord_server.problems import Refusal
 from coord_server.store.blobs import bundle_shelf
 from edge_client.errors import PayloadError, StateError
-from edge_client.protocol.cost import from_header
+from edge_client.protocol.cost import UNITS, from_header
 from edge_client.protocol.messages import Enrol, Enrolled, Failure, Name, Receipt, Report, Sha256, Wait, Work
 from edge_client.protocol.payload import MEDIA_TYPE
 
@@ -160,7 +160,7 @@ async def upload_update(
     content_digest: Annotated[str, Header(description="`sha-256=:BASE64:` of the body (RFC 9530).")],
     maskfleet_cost: Annotated[
         str | None,
-        Header(description="`seconds,joules,megabytes,celsius`, then `,battery` if it has one; empty: unknown."),
+        Header(description=f"`{','.join(UNITS)}`, then `,battery` if it has one; empty: unknown."),
     ] = None,
     wait: Annotated[float | None, Hold] = None,
 ) -> Any:
