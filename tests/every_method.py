@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from edge_client.methods import Method, make_method
+from edge_client.methods.fedavg import FedAvg
 
-NAMES = sorted(e.name for e in entry_points(group="maskfleet.methods"))
+KINDS = {e.name: e.load() for e in entry_points(group="maskfleet.methods")}
+NAMES = sorted(KINDS)
 SETTINGS: dict[str, dict[str, Any]] = {
     "coupled": {"head": "mask", "theta0": 0.5},
     "fedmap": {"every": 1},
@@ -43,7 +45,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "topk": {"name": "fedavg", "up": "topk:0.1", "feedback": True},
     "topk-per-tensor": {"name": "fedavg", "up": "topk:0.1", "per_tensor": True, "feedback": True},
 }
-CODED = ("federated_pruning", "federated_pruning_lamp", "fedmap", "hermes", "lgfedavg", "linear_probing")
+CODED = sorted(name for name, kind in KINDS.items() if "up" in kind.model_fields and not issubclass(kind, FedAvg))
+"""Methods that send values of their own in a codec; FedAvg's are tried above."""
 CODECS: dict[str, dict[str, Any]] = {"eden": {"up": "eden:1"}, "topk": {"up": "topk:0.1", "feedback": True}}
 VARIANTS |= {
     f"{name}-{codec}": {"name": name, **SETTINGS.get(name, {}), **settings}

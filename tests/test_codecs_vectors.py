@@ -198,7 +198,8 @@ def test_coarse_values_have_the_committed_meaning_and_bytes(case: dict[str, Any]
 
 def test_the_coarse_cases_cover_every_codec_of_values() -> None:
     covered = {case["codec"].partition(":")[0] for name in ("values", "coarse") for case in cases(name)}
-    assert covered == set(values.VALUES) == set(codec_readers.VALUES)
+    what_to_do = "add cases to tests/vectors/write_vectors.py and run it, and a reader to tests/codec_readers.py"
+    assert covered == set(values.VALUES) == set(codec_readers.VALUES), what_to_do
 
 
 def test_bloom_filters_hold_the_committed_positions_and_have_the_committed_bytes() -> None:
