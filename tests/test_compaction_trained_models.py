@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from onnx import numpy_helper
 from edge_client.bundle import Bundle
 from edge_client.compaction.personal import write_personal
 from edge_client.errors import ConfigError, DataError
-from edge_client.methods import make_method
 from edge_client.task import Personal
 
 pytest.importorskip("sklearn")
@@ -88,8 +86,3 @@ def test_runs_of_which_none_has_a_result_are_an_error(
         trained_models.main(task="har", method="fedavg")
     assert "DataError: no data" in capsys.readouterr().out
     trained_models.main(task="har", method="fedavg,hidenseek")
-
-
-def test_every_installed_method_and_the_ways_to_prune_are_measured() -> None:
-    tables = [{"name": label, **table} for label, table in SETUP.methods.items()]
-    assert {make_method(t).name for t in tables} >= {e.name for e in entry_points(group="maskfleet.methods")}

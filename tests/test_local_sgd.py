@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,13 +31,6 @@ def test_the_default_rate_is_careful_with_trained_weights_and_batch_norm(method:
     assert method().learning_rate(model(NORMED)) == method().learning_rate(trained(model(M))) == usual
     assert method().learning_rate(trained(model(NORMED))) == pytest.approx(0.3 * usual)
     assert method(lr=0.5).learning_rate(trained(model(NORMED))) == 0.5
-
-
-@pytest.mark.parametrize("method", [m for m in METHODS if m.name != "federated_pruning_lamp"])  # its page: FedMap's
-def test_the_page_has_the_default_rate(method: type[LocalSgd]) -> None:
-    usual = method.usual_lr
-    page = Path(__file__).parents[1] / "docs" / "methods" / f"{method.name}.md"
-    assert f"{usual:g} or {0.3 * usual:g}" in page.read_text()
 
 
 def test_methods_that_move_a_bundle_s_own_weights_have_that_rate() -> None:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from edge_client.commands import method_inspection
 from edge_client.errors import ConfigError
 from edge_client.methods import Method
+from edge_client.methods.shared.local_sgd import CAREFUL, LocalSgd
 from edge_client.protocol import payload
 
 PAGES = Path(__file__).parents[1] / "docs" / "methods"
@@ -55,6 +56,8 @@ def test_a_method_s_page_has_every_setting_with_its_default(name: str) -> None:
     for setting, field in method.model_fields.items():
         default = field.default_factory() if field.default is PydanticUndefined else field.default
         text = page[setting]
+        if setting == "lr" and issubclass(method, LocalSgd):
+            assert text == f"{method.usual_lr:g} or {CAREFUL * method.usual_lr:g}"
         if default is None or default == ():  # it follows from the bundle, or stands for all or nothing
             assert text in ("none", "all", "`[]`") or " or " in text, (setting, text)
         else:
