@@ -38,7 +38,7 @@ def trained(folder: Path) -> list[str]:
         "## Trained models",
         "",
         *_paragraph(
-            "`python -m edge_bench.compaction.trained_models` trains every method for a few rounds on real data and "
+            "`python -m edge_bench.compaction.trained_models` trains methods for a few rounds on real data and "
             f"compacts each device's personal model: {len(_of(rows, 'method'))} methods and variants on "
             f"{len(_of(rows, 'task'))} tasks, {len(done)} of {len(rows)} runs ended. Of {counts['samples']:,} test "
             f"samples {counts['differing'] or 'none'} got another class from the compact model, "

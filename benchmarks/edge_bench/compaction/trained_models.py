@@ -1,6 +1,6 @@
 """Trained personal models before and after compaction: ``python -m edge_bench.compaction.trained_models --json FILE``.
 
-Every method trains a few rounds on real data in the simulator (`trained_models.toml` has tasks and settings). Each
+Methods train a few rounds on real data in the simulator (`trained_models.toml` has them, tasks and settings). Each
 device's personal model is compacted as a device does it. A sample counts as differing when the predicted class of the
 masked network, run by the trainer, is not the compact model's. Milliseconds are processor time of one sample on one
 thread, median of calls in turns; the rest is a median over the devices.
