@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from edge_bench.testing import check_codec
 from edge_kernels import counter
-from edge_kernels.codecs import CodecError, quantised, values
+from edge_kernels.codecs import CodecError, quantised, registry, values
 from edge_kernels.codecs.streams import varint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,6 +148,7 @@ def test_a_name_is_kept_with_its_parameter_in_one_form() -> None:
     assert values.checked_name("topk:0.10") == "topk:0.1"
     assert [values.checked_name(name) for name in ("eden", "eden:1.0", "qsgd:07")] == ["eden", "eden:1", "qsgd:7"]
     assert values.checked_name("drive:mse") == "drive:mse"
+    assert registry.one_form("theirs:1234567") == "theirs:1234567"
     assert values.encode("eden", np.ones(9), 0) == values.encode("eden:1", np.ones(9), 0)
     with pytest.raises(CodecError, match="'float16' takes no parameter"):
         values.codec("float16:2")

@@ -7,6 +7,7 @@ looked up when its name is first used and never at import.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Protocol, TypeVar, cast
@@ -42,10 +43,11 @@ def find(name: str, builtin: Mapping[str, Codec], group: str, what: str) -> Code
 def one_form(name: str) -> str:
     """The name with a parameter that is a number in its shortest form, so that ``topk:0.10`` is ``topk:0.1``."""
     family, colon, text = name.partition(":")
-    try:
+    with suppress(ValueError):
+        return f"{family}{colon}{int(text)}"
+    with suppress(ValueError):
         return f"{family}{colon}{float(text):g}"
-    except ValueError:
-        return name
+    return name
 
 
 def names(builtin: Mapping[str, object], group: str) -> list[str]:
