@@ -291,7 +291,7 @@ def load_method(found: EntryPoint) -> type[Method]:
     """The class of an installed method. Raises ConfigError."""
     kind: type[Method] = load(found, f"method {found.name!r}", subclass_of(Method), "complete subclass of Method")
     own = getattr(kind, "name", None)
-    if own != found.name:  # a result names the class's, and is run again by the entry point's
+    if own != found.name:  # results are written under the class's name
         raise ConfigError(f"method {found.name!r} has name = {own!r} in its class; write name = {found.name!r} there")
     return kind
 
