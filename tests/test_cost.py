@@ -21,7 +21,7 @@ from edge_client.device.journal import Journal, Pending
 from edge_client.errors import MeterError, PayloadError
 from edge_client.measure.energy import Accuracy, Trace, joules
 from edge_client.measure.round_cost import RoundCost
-from edge_client.protocol.cost import COST_HEADER, UNITS, Cost, from_header, in_words, means, over_rounds, to_header
+from edge_client.protocol.cost import COST_HEADER, Cost, from_header, in_words, means, over_rounds, to_header
 from edge_client.protocol.messages import Federation, FederationConfig, Round
 
 pytestmark = pytest.mark.usefixtures(numpy_trainer.__name__)
@@ -234,8 +234,7 @@ def test_the_coordinator_keeps_each_rounds_means_over_a_restart_and_show_and_the
 
     play(tmp_path, two_rounds)
     text = play(tmp_path, page)
-    assert all(f" {name.capitalize()} " in text for name in UNITS)
-    assert " Joules 10.0 10.0 10.0 1 " in text
+    assert " Energy, J 10.0 10.0 10.0 1 " in text
     found = [Round.model_validate(r) for r in play(tmp_path, look)]
     assert [{k: (c.mean, c.most, c.devices) for k, c in r.cost.items()} for r in found] == [
         {"seconds": (m, m + 1, 2), "joules": (10, 10, 1), "megabytes": (200, 200, 1), "celsius": (50, 50, 1)}
