@@ -85,7 +85,11 @@ class Subnetworks:
         most, left = max(goal, (1 - self.c.rate) * size), [u.copy() for u in units]
         while self.live(left).sum() > most:
             lost = [1 - (u.sum() - 1) / old.sum() for u, old in zip(left, units, strict=True)]
-            lost = [np.inf if u.sum() == 1 else share for u, share in zip(left, lost, strict=True)]
+            stays = [max(self.c.target * len(u), (1 - self.c.rate) * u.sum()) for u in units]
+            lost = [
+                x if u.sum() - 1 >= max(1, np.floor(n + 1e-9)) else np.inf
+                for x, u, n in zip(lost, left, stays, strict=True)
+            ]
             if min(lost) == np.inf:
                 break
             layer = int(np.argmin(np.round(lost, 9)))

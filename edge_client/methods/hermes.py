@@ -20,6 +20,7 @@ means of the last round that it took part in, at first the bundle's values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
@@ -267,12 +268,17 @@ class Hermes(Coded):
     def _prune(self, task: Task, received: Received) -> Units:
         """The units after this round's step: fewer when the gate is open."""
         units, m = received.units, received.units.manifest
-        now = parameters_with(m, counts(units))
+        live = counts(units)
+        now = parameters_with(m, live)
         model = Personal(received.parameters[units.places], received.buffers[units.small.buffers])
         if now <= self.target * m.d or task.narrow(units.channels).score(model, "validation") <= self.threshold:
             return units
         most = max(self.target * m.d, (1 - self.rate) * now)
-        return strongest(units, received.parameters, shrunk(units, most))
+        # Units do not go in the place of parameters that are in no group: to within a unit, a group loses no larger
+        # share of its units than a network of such groups alone loses of its parameters.
+        stay = [max(self.target * g.size, (1 - self.rate) * n) for g, n in zip(m.groups, live, strict=True)]
+        least = [max(1, math.floor(n + 1e-9)) for n in stay]
+        return strongest(units, received.parameters, shrunk(units, most, least))
 
 
 def _units(model: Model, record: Structure | None) -> Units:
