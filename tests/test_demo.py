@@ -164,7 +164,8 @@ def test_a_method_below_its_start_or_below_training_alone_is_named_with_what_hel
     assert warnings({"mine": {**good, "score_mean": 0.7}, "standalone": good}, methods, tested=12) == []
     assert len(warnings({"mine": {**good, "score_mean": 0.6}, "standalone": good}, methods, tested=12)) == 1
     assert len(warnings({"mine": {**good, "score_mean": 0.7}, "standalone": good}, methods, tested=200)) == 1
-    hint = "theta0 = 0.5 for weights from a seed, then more epochs, then lr and more rounds"
+    steps = "batch = 32, as standalone has (here 64), then more epochs"
+    hint = f"theta0 = 0.5 for weights from a seed, then {steps}, then lr and more rounds"
     assert alone == f"mine ends at 0.500, below training alone (0.900); what most often helps: {hint}"
     start, alone = warnings({"mine": bad, "standalone": good}, methods)
     assert "below the bundle's own start (0.100)" in start
@@ -219,7 +220,7 @@ def test_lattice_is_named_when_it_ends_three_points_below_fedavg_and_other_metho
     )
 
 
-def test_more_epochs_are_advised_with_their_number_and_after_what_random_weights_need_first() -> None:
+def test_more_steps_are_advised_with_their_number_and_after_what_random_weights_need_first() -> None:
     record, trained = {"score_mean": 0.5, "score_start": 0.1}, find_bundle("digits").model()
     assert trained.manifest.seed is not None
     drawn, better = trained, {"score_mean": 0.9, "score_start": 0.1}
@@ -230,11 +231,12 @@ def test_more_epochs_are_advised_with_their_number_and_after_what_random_weights
         (sentence,) = warnings({"mine": record, "alone": better}, methods, model=model)
         return sentence.partition("most often helps: ")[2]
 
-    epochs = "epochs = 5, as alone has (here 1), then "
-    assert said("coupled", drawn) == f"theta0 = 0.5, then {epochs}lr and more rounds"
-    assert said("coupled", drawn, theta0=0.5) == said("coupled", trained) == f"{epochs}lr and more rounds"
-    assert said("coupled", drawn, theta0=0.5, epochs=5) == "more epochs, then lr and more rounds"
-    assert said("fedavg", None, epochs=1) == f"{epochs}lr (here 0.01), then more rounds"
+    steps = "epochs = 5 and batch = 32, as alone has (here 1 and 64), then "
+    assert said("coupled", drawn) == f"theta0 = 0.5, then {steps}lr and more rounds"
+    assert said("coupled", drawn, theta0=0.5) == said("coupled", trained) == f"{steps}lr and more rounds"
+    assert said("coupled", drawn, theta0=0.5, epochs=5, batch=16) == "more epochs, then lr and more rounds"
+    assert said("fedavg", None, epochs=1) == "epochs = 5, as alone has (here 1), then lr (here 0.01), then more rounds"
+    assert said("fedavg", None, batch=64) == "batch = 32, as alone has (here 64), then lr (here 0.01), then more rounds"
 
 
 def test_hermes_whose_devices_all_stay_whole_is_named_whatever_it_scores() -> None:

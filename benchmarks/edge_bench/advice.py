@@ -16,6 +16,7 @@ from edge_client.methods.shared.local_sgd import LocalSgd
 ALONE = "standalone"  # the method of devices that train for themselves
 FEW = 100  # test samples
 PERSONAL = "a model of each device's own, by validation samples and personalise = 'best' (after local epochs: {:.3f})"
+MORE_STEPS = {"epochs": 1, "batch": -1}  # more of the one, less of the other: more steps on the same samples
 MISSED = 0.03  # three points: a method that ends further below its rival is named
 
 
@@ -77,14 +78,17 @@ def _missed(
 
 
 def _hints(label: str, methods: Mapping[str, Method], alone: str | None, model: Model | None) -> list[str]:
-    """What most often helps the method of this label, with its rate and with how many epochs training alone has."""
-    method = methods[label]
+    """What most often helps the method of this label, with its rate and with what training alone has more of."""
+    method, other = methods[label], methods[alone or label]
     hints = list(method.hints(model))
-    own, epochs = (getattr(methods[which], "epochs", 0) for which in (label, alone or label))
-    if own and own < epochs:
-        as_many = f"epochs = {epochs}, as {alone} has (here {own})"
-        hints = [as_many if hint == MORE_EPOCHS else hint for hint in hints]
-        hints = hints if as_many in hints else [as_many, *hints]
+    own, due = ({name: getattr(m, name, 0) for name in MORE_STEPS} for m in (method, other))
+    fewer = [name for name in own if own[name] and due[name] and (due[name] - own[name]) * MORE_STEPS[name] > 0]
+    if fewer:
+        at = hints.index(MORE_EPOCHS) if MORE_EPOCHS in hints else 0
+        said = MORE_EPOCHS in hints and "epochs" in fewer
+        as_many = " and ".join(f"{name} = {due[name]}" for name in fewer)
+        here = " and ".join(f"{own[name]}" for name in fewer)
+        hints[at : at + said] = [f"{as_many}, as {alone} has (here {here})"]
     rate = getattr(method, "lr", None)
     if isinstance(method, LocalSgd) and not rate:  # the method chooses it by the model
         rate = method.usual_lr if model is None else method.learning_rate(model)
