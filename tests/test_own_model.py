@@ -294,6 +294,11 @@ LINEAR = "from torch import nn\ndef build():\n    return nn.Linear(4, 3)\n"
     ("text", "given", "words"),
     [
         (LINEAR, {"dtype": np.int64}, r'dtype.*; whole numbers go in as int64.*`\[export\]` dtype = "float32"'),
+        (
+            LINEAR.replace("Linear(4, 3)", "Conv2d(1, 3, 2)"),
+            {},
+            r"conv2d.*; a sample is 4 values: .*`\[export\]` input",
+        ),
         (LINEAR.replace("3", "1"), {}, 'classification.*; labels need an output for each class.*target = "regression"'),
     ],
 )

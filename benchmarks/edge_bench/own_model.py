@@ -127,6 +127,10 @@ def _advice(table: ExportConfig, made: Mapping[str, Any], fault: str) -> str:
     kind = made["target"]["kind"]
     if table.dtype is None and made["dtype"] == "int64" and "does not run" in fault:
         return '; whole numbers go in as int64, as ids do: for measurements set `[export]` dtype = "float32"'
+    if table.input is None and len(made["shape"]) == 1 and "does not run" in fault:
+        return (
+            f"; a sample is {made['shape'][0]} values: for another shape set `[export]` input, as input = [3, 32, 32]"
+        )
     if table.target is None and kind == "classification" and "do not suit" in fault:
         return '; labels need an output for each class, and numbers to predict `[export]` target = "regression"'
     return ""
