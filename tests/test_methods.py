@@ -48,10 +48,10 @@ def test_advice_that_the_settings_follow_is_not_given(name: str, followed: dict[
     assert advice not in left
 
 
-def test_the_advice_on_keep_depends_on_the_bundle_as_its_default_does() -> None:
+def test_the_advice_on_keep_and_rate_depends_on_the_bundle_as_their_defaults_do() -> None:
     drawn, trained = (course(m).model for m in (M, M.model_copy(update={"seed": None})))
-    assert make_method({"name": "fedmask"}).hints(drawn)[0] == "keep = 0.8"
-    assert make_method({"name": "fedmask"}).hints(trained)[0] == "lr"  # it keeps all
+    assert make_method({"name": "fedmask"}).hints(drawn) == ("keep = 0.8", "lr (here 10)")
+    assert make_method({"name": "fedmask"}).hints(trained)[0] == "lr (here 0.03)"  # it keeps all
     assert make_method({"name": "fedmask", "keep": 0.2}).hints(trained)[0] == "keep = 0.8"
 
 

@@ -150,8 +150,9 @@ class FedMask(Method):
         return self
 
     def hints(self, model: Model | None = None) -> tuple[str, ...]:
-        keep = self.keep or (self.drawn if model is None else self.chosen(model)).keep
-        return ("keep = 0.8", "lr") if keep < 0.8 else ("lr", "more rounds")
+        choice = self.drawn if model is None else self.chosen(model)
+        rate = "lr" if model is None else f"lr (here {choice.lr:g})"
+        return ("keep = 0.8", rate) if (self.keep or choice.keep) < 0.8 else (rate, "more rounds")
 
     def chosen(self, model: Model) -> Choice:
         """The settings for this model: those that were given, else its defaults."""
