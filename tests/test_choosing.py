@@ -1,4 +1,4 @@
-"""Figures of docs/choosing.md are those of committed results."""
+"""Figures of docs/choosing.md and of the pages of methods are those of committed results."""
 
 from __future__ import annotations
 
@@ -132,3 +132,61 @@ def test_the_tuned_methods_have_the_committed_figures() -> None:
 def test_every_link_of_the_page_is_a_method_s_page() -> None:
     for target in re.findall(r"\((methods/\w+\.md)", PAGE):
         assert (ROOT / "docs" / target).is_file()
+
+
+def test_the_pages_of_coupled_and_fedpm_have_the_committed_figures() -> None:
+    pages, runs = ROOT / "docs" / "methods", result("deltamask-cifar", "runs")
+    last = mean(runs[f"mnist/coupled/{seed}"]["last_bytes_down_per_device"] for seed in range(3))
+    masked = 265_300  # weights of the layers before the head of mlp-mnist04
+    assert f"on `mnist` {8 * last / masked:.2f} bits a parameter" in (pages / "coupled.md").read_text()
+    runs = result("fedpm-mnist", "runs")
+    ten = [
+        mean(point["score"] for seed in range(3) for point in runs[f"mnist/{label}/{seed}"]["curve"][-10:])
+        for label in ("fedpm", "fedpm-klms", "coupled")
+    ]
+    said = "last ten rounds have {:.1f}, {:.1f} and {:.1f}:".format(*(100 * score for score in ten))
+    assert said in (pages / "fedpm.md").read_text()
+
+
+SCORES = [  # page, words with places for scores in per cent, result, rows
+    ("bnn", "scores {} %, {} % with counts down, and {} % where", "bnn-har", "har", "bnn bnn-count bnn-frozen"),
+    ("bnn", "ReLU {} % (hidenseek-har)", "hidenseek-har", "har", "bnn"),
+    ("hidenseek", "{} % with signs, {} with counts;", "hidenseek-har", "har", "hidenseek hidenseek-count"),
+    ("hidenseek", "held out {} and {}.", "hidenseek-har", "har-recordings", "hidenseek hidenseek-count"),
+    ("signed", "{} % at the rate 100", "hidenseek-har", "har", "signed"),
+    ("signed", "recordings held out, {}.", "hidenseek-har", "har-recordings", "signed"),
+    ("fedpm", "FedPM reaches {} %", "fedpm-mnist", "mnist", "fedpm"),
+    ("fedpm", "KLMS has {} % at .019 up, the entropy {} %", "deltamask-cifar", "mnist", "fedpm-klms fedpm"),
+    ("fedmap", "{} % beside FedAvg's {} on MNIST", "fedmap-cifar", "mnist", "fedmap fedavg"),
+    ("fedmap", "{} beside {} on Shakespeare", "fedmap-shakespeare", "shakespeare", "fedmap fedavg"),
+    ("fedmap", "{} beside {} on CIFAR-10 in 40 rounds", "fedmap-cifar", "cifar10", "fedmap fedavg"),
+    ("fedmap", "{} beside {} in 120", "fedmap-cifar", "cifar10-slow", "fedmap fedavg"),
+]
+
+
+@pytest.mark.parametrize(("page", "words", "name", "task", "rows"), SCORES)
+def test_a_method_s_page_has_the_committed_scores(page: str, words: str, name: str, task: str, rows: str) -> None:
+    found = result(name)
+    scores = [f"{100 * found[f'{task}/{row}']['score_mean']['mean']:.1f}" for row in rows.split()]
+    text = (ROOT / "docs" / "methods" / f"{page}.md").read_text().replace("\n", " ")
+    assert words.format(*scores) in text, words.format(*scores)
+
+
+COLUMNS = ["lattice-mnist/mnist", "lattice-har/har", "lattice-femnist/femnist", "lattice-fashion/fashion",
+           "lattice-mnist/mnist-classes", "lattice-cifar/cifar10", "lattice-cifar/lenet"]  # fmt: skip
+ROWS = {"FedAvg, float32": "fedavg", "FedAvg, `average = 0.2`": "fedavg-mean", "default, `quantum = 5`": "lattice",
+        "`quantum = 2.5`": "lattice-fine", "`quantum = 10`": "lattice-10", "`quantum = 15`": "lattice-thrifty",
+        "`quantum = 15`, `budget = 400`": "thrifty"}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_lattice_s_table_has_the_committed_figures(row: str) -> None:
+    page = (ROOT / "docs" / "methods" / "lattice.md").read_text()
+    (line,) = re.findall(rf"^\| {re.escape(row)} \|(.*) \|$", page, re.MULTILINE)
+    for column, cell in zip(COLUMNS, line.split("|"), strict=True):
+        name, task = column.split("/")
+        own = result(name).get(f"{task}/{ROWS[row]}")
+        if cell.strip() != "-":
+            size = own["bytes_of_all_devices"]["mean"] / 1e6
+            digits = f"{size:.{0 if size >= 10 else 1 if size >= 1 else 2}f}".removeprefix("0")
+            assert cell.strip() == f"{100 * own['score_mean']['mean']:.1f} / {digits}", column
