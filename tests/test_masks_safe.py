@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy_mlp import assignment, course, mlp, model, task
 
 from edge_client.bundle import Model
 from edge_client.errors import ConfigError
+from edge_client.methods import make_method
 from edge_client.methods.coupled import Coupled
 from edge_client.methods.deltamask import DeltaMask
 from edge_client.methods.fedpm import FedPM
@@ -185,3 +187,15 @@ def test_differences_need_a_reference_and_one_first_theta() -> None:
             DeltaMask(aggregate="difference", sampling=sampling)
     with pytest.raises(ValueError, match="set spread = 0"):
         Coupled(aggregate="difference", spread=1.0)
+
+
+@pytest.mark.parametrize(("name", "named"), [("fedpm", True), ("deltamask", True), ("coupled", True), ("bnn", False)])
+def test_a_network_of_which_masks_leave_out_most_is_named_before_round_1(name: str, named: bool) -> None:
+    m = mlp(6, 5, 4, 3)  # 35, 24 and 15 parameters
+    few = m.model_copy(update={"layers": m.layers[1:]})  # as if the first layer were a GRU: it can have no mask
+    method, rest = make_method({"name": name}), "stay as the bundle has them" if named else "stay on the device"
+    said = str(method.caution(course(few, 4)))
+    assert re.search(rf"^only \d+ of 74 trainable parameters have masks: weights of .*; the others {rest}", said)
+    assert method.caution(course(m, 4)) is None
+    if named:  # the user chose what is masked
+        assert make_method({"name": name, "layers": [few.layers[0].name]}).caution(course(few, 4)) is None

@@ -277,6 +277,17 @@ def trained_head(model: Model) -> bool:
     return pretrained(model) and any(model.parameters[span].any() for span in last)
 
 
+def few_masked(model: Model, masked: int, kinds: str, others: str) -> str | None:
+    """A warning when masks cover fewer than half of the trainable parameters; `others` is what the rest does.
+
+    `kinds` are the layers whose weights can have masks.
+    """
+    trainable = sum(t.size for t in model.manifest.parameters if t.trainable)
+    if 2 * masked >= trainable:
+        return None
+    return f"only {masked:,} of {trainable:,} trainable parameters have masks: weights of {kinds}; the others {others}"
+
+
 def bits_digest(packed: NDArray[np.uint8]) -> str:
     """The 64-bit name of packed bits (a structure, a reference mask): the first 16 hex digits of their SHA-256."""
     return digest(packed.tobytes())[:16]

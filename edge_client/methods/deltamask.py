@@ -70,13 +70,14 @@ class DeltaMask(BernoulliMasks):
 
     def caution(self, course: Course) -> str | None:
         """That no mask is sent, or that a filter by differences moves theta everywhere."""
-        said = super().caution(course)
-        if said or self.codec is None or codecs.codec(self.codec).exact or not self.by_difference(course.model):
-            return said
-        return (
+        others = super().caution(course)
+        if self.codec is None or codecs.codec(self.codec).exact or not self.by_difference(course.model):
+            return others
+        false = (
             f"the false positives of codec {self.codec!r} move theta in every round, also where devices learn nothing; "
             'codec = "entropy" has none'
         )
+        return f"{others}; {false}" if others else false
 
     def counted(self, ones: NDArray[np.integer[Any]], masks: int) -> NDArray[Any]:
         return ones / masks if self.tally == "mean" else super().counted(ones, masks)

@@ -27,11 +27,11 @@ from edge_kernels.folding import Tally
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from edge_client.blocks import Blocks, frozen, head, rest, trained_layers, weights
+from edge_client.blocks import Blocks, head, rest, trained_layers, weights
 from edge_client.bundle import F32, Bits, Model, Packed, digest
 from edge_client.errors import ConfigError
 from edge_client.flat import to_arrays
-from edge_client.methods import Influence, Method, Range, Search, pretrained, trained_head
+from edge_client.methods import Influence, Method, Range, Search, few_masked, pretrained, trained_head
 from edge_client.methods.fedmask.wire import STRUCTURE, Held, Kept, Received, Record, Update, Wire
 from edge_client.methods.shared.averaging import Mean, distance, toward
 from edge_client.methods.shared.changes import ExactCodecName
@@ -203,17 +203,10 @@ class FedMask(Method):
 
     def caution(self, course: Course) -> str | None:
         """A warning when fewer than half of the trainable parameters have masks."""
-        m = course.model.manifest
+        stay = "on the device, which trains them" if self.biases == "local" else "as the bundle has them"
         masked = self.division(course.model).masked.size
-        trainable, others = int(np.count_nonzero(~frozen(m))), super().caution(course)
-        if 2 * masked >= trainable:
-            return others
-        outside = "stay on the device, which trains them" if self.biases == "local" else "stay as the bundle has them"
-        few = (
-            f"only {masked:,} of {trainable:,} trainable parameters have masks: weights of linear, convolution and "
-            f"LSTM layers; the others {outside}"
-        )
-        return f"{few}; {others}" if others else few
+        few = few_masked(course.model, masked, "linear, convolution and LSTM layers", f"stay {stay}")
+        return "; ".join(filter(None, (few, super().caution(course)))) or None
 
     def start(self, course: Course) -> State:
         share = self.first_mask(course).astype(np.float32)

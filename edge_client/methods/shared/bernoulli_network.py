@@ -21,7 +21,7 @@ from pydantic import Field
 from edge_client.blocks import Blocks, head, tensors, trained_layers
 from edge_client.bundle import F32, Bits, Model
 from edge_client.errors import ConfigError
-from edge_client.methods import MORE_EPOCHS, Method, pretrained, trained_head
+from edge_client.methods import MORE_EPOCHS, Method, few_masked, pretrained, trained_head
 from edge_client.methods.shared.theta import F64
 from edge_client.task import Assignment, Course, Personal
 
@@ -103,14 +103,18 @@ class MaskedNetwork(Method):
         return ("theta0 = 0.5" if model is not None else "theta0 = 0.5 for weights from a seed", *then)
 
     def caution(self, course: Course) -> str | None:
-        """That no round is left for masks."""
-        probing = self.probing(course.model)
-        if probing < course.rounds:
+        """That no round is left for masks, or that they leave out most of the network without being told to."""
+        model, probing = course.model, self.probing(course.model)
+        if probing >= course.rounds:
+            return (
+                f"probe_rounds = {probing}, but rounds = {course.rounds}: only the head is trained and no mask is "
+                'sent; make rounds larger than probe_rounds, or set head = "mask"'
+            )
+        if self.layers:
             return super().caution(course)
-        return (
-            f"probe_rounds = {probing}, but rounds = {course.rounds}: only the head is trained and no mask is sent; "
-            'make rounds larger than probe_rounds, or set head = "mask"'
-        )
+        kinds = "linear layers" if pretrained(model) else "linear, convolution and LSTM layers"
+        few = few_masked(model, self.masked(model).size + self.probed(model).size, kinds, "stay as the bundle has them")
+        return few or super().caution(course)
 
     def exchanged(self, course: Course) -> int:
         """The masked parameters."""

@@ -31,7 +31,7 @@ from pydantic import Field
 from edge_client.blocks import Blocks, head, rest, weights
 from edge_client.bundle import F32, Bits, Manifest, Model, Packed
 from edge_client.errors import ConfigError, LostError
-from edge_client.methods import ALL, Influence, Method, Range, Search
+from edge_client.methods import ALL, Influence, Method, Range, Search, few_masked
 from edge_client.methods.shared import changes
 from edge_client.methods.shared.averaging import Mean
 from edge_client.methods.shared.changes import ExactCodecName
@@ -190,6 +190,12 @@ class SignMasks(Method):
 
     def stays(self, course: Course) -> str:
         return "the last layer is each device's own"
+
+    def caution(self, course: Course) -> str | None:
+        stay = "on the device, which trains them" if self.biases == "local" else "as the bundle has them"
+        masked = self.parts(course.model).masked.size
+        few = few_masked(course.model, masked, "all linear, convolution and LSTM layers but the last", f"stay {stay}")
+        return few or super().caution(course)
 
     def exchanged(self, course: Course) -> int:
         """The signs of the network that stays."""
