@@ -126,6 +126,9 @@ def test_the_tuned_methods_have_the_committed_figures() -> None:
         first, best = run[label]["trials"][0], run[label]["best"]
         row = f"| {name} | {100 * first['score']:.1f} | {100 * best['score']:.1f} | {best['bytes'] / 1000:,.0f} |"
         assert row in page, row
+    tested = json.loads((ROOT / "benchmarks" / "results" / "tune" / "residual_digits_test.json").read_text())["methods"]
+    said = "FedMask from {} to {} % and Lattice from {} to {} %; the tuned FedAvg reaches {} %"
+    assert said.format(*(f"{100 * m['score_mean']:.1f}" for m in tested.values())) in page.replace("\n", " ")
     assert f"1/{run['fedavg']['best']['bytes'] / run['lattice']['best']['bytes']:.0f} of its bytes" in page
 
 
