@@ -193,3 +193,17 @@ def test_lattice_s_table_has_the_committed_figures(row: str) -> None:
             size = own["bytes_of_all_devices"]["mean"] / 1e6
             digits = f"{size:.{0 if size >= 10 else 1 if size >= 1 else 2}f}".removeprefix("0")
             assert cell.strip() == f"{100 * own['score_mean']['mean']:.1f} / {digits}", column
+
+
+HAR = {"FedAvg": "fedavg", "Standalone": "standalone", "FedMask, its paper's setting": "fedmask-paper",
+       "FedMask, HideNseek's setting": "fedmask-hidenseek",
+       'FedMask, `keep = 0.8`, `restart = "latent"`, `lr = 45`': "fedmask"}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", HAR)
+def test_fedmask_s_table_has_the_committed_figures(row: str) -> None:
+    run = json.loads((ROOT / "benchmarks" / "results" / "har_fedmask.json").read_text())["methods"][HAR[row]]
+    scores = (run[score] for score in ("score_mean", "score_worst", "score_mean_after_local_epochs"))
+    sizes = (run[f"bytes_{way}_per_device_round"] for way in ("up", "down"))
+    line = f"| {row} | {' | '.join([*(f'{100 * x:.1f}' for x in scores), *(f'{x:,.0f}' for x in sizes)])} |"
+    assert line in (ROOT / "docs" / "methods" / "fedmask.md").read_text().splitlines(), line
