@@ -191,6 +191,48 @@ def test_rounding_at_random_moves_what_float32_rounds_and_nothing_else() -> None
         assert torch.equal(found, right)
 
 
+class _OverSteps(nn.Module):
+    """A layer on each of 2,048 steps, and the mean over them: its bias has the sum of 32,768 gradients of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layer(x).relu().mean(1))
+        return logits
+
+
+def _scaled(train: ModelProto, name: str, factor: Any) -> ModelProto:
+    """`train` with an output multiplied."""
+    made = ModelProto.FromString(train.SerializeToString())
+    for node in made.graph.node:
+        node.output[:] = [f"{name}:right" if k == name else k for k in node.output]
+    made.graph.initializer.append(from_array(np.asarray(factor, np.float32), "factor"))
+    made.graph.node.append(make_node("Mul", [f"{name}:right", "factor"], [name]))
+    return made
+
+
+def test_a_long_sum_of_gradients_is_no_fault_and_one_percent_or_one_element_of_it_is() -> None:
+    """ONNX Runtime sums one by one, PyTorch by halves: their errors differ by the length of the sum."""
+    torch.manual_seed(1)
+    given = _to_prove(_OverSteps(), torch.zeros(2, 2048, 3), "classification")
+    proof.prove(*given)
+    for name in ("grad:layer.bias", "grad:layer.weight"):
+        one = np.ones(8 if name.endswith("bias") else (8, 3))
+        one.flat[0] = 0.9
+        for factor in (1.01, 0.0, one):
+            with pytest.raises(ModelError, match=r"the gradient of 'layer.* differently from the module"):
+                proof.prove(*given[:2], _scaled(given[2], name, factor), given[3])
+
+
+def test_a_sum_is_rounded_by_its_terms_and_not_by_what_they_leave() -> None:
+    x = torch.cat([torch.ones(3200), -torch.ones(3199)]).double()
+    with Rounding(torch.Generator().manual_seed(0)):
+        found = x.sum()
+    assert abs(float(found) - 1) == pytest.approx(6399**2 / 16 * rounding.EPS, rel=1e-3)
+
+
 class _Pointwise(nn.Module):
     """Norms of which each divides by a deviation of zero when the input is zero."""
 

@@ -2,7 +2,8 @@
 
 Each draw is one float32 engine's result: other kernels, other orders of sums. So the largest movement over a few draws
 measures how well a float32 engine can know a tensor (Monte Carlo arithmetic). What float32 holds exactly, such as
-zeros, copies and maxima, stays.
+zeros, copies and maxima, stays. A sum has the roundings of its partial sums, which are as large as its terms together
+and not as what is left of them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 EPS = float(torch.finfo(torch.float32).eps)
 _OF_ONE = ("aten::sigmoid", "aten::sigmoid_")  # ONNX Runtime's is exact to roundings of one, not of its value
-_OF_SUMS = ("aten::mean", "aten::var_mean")  # an engine rounds the sum of equal values, whose mean is exact
-_LANES = 64  # sums that ONNX Runtime adds side by side; within one, equal values are all rounded the same way
+_STAY = {"aten::sum": 16, "aten::mean": 64, "aten::var_mean": 64}
+"""Sums, which an engine rounds on their way: of how many terms one rounding stays.
+
+ONNX Runtime sums over samples and places one by one: n equal terms are off by n / 6 roundings at most, which the
+proof's factor covers. It adds 64 sums side by side for a mean.
+"""
 
 
 def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
@@ -40,7 +45,7 @@ _APART: dict[Any, Callable[..., Any]] = {
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, each float64 result of an operator is moved up or down by a float32 rounding, a mean by several."""
+    """While active, each float64 result of an operator is moved up or down by a float32 rounding, a sum by several."""
 
     def __init__(self, random: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,17 +61,16 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return made  # a view
         name = func._schema.name
-        terms = args[0].numel() / max(plain[0].numel(), 1) if name in _OF_SUMS else 0.0
-        rounded = [self._rounded(t, name in _OF_ONE, terms) for t in plain]
-        for t, r in zip(plain, rounded, strict=True):
-            if r is not t:
-                t.copy_(r)
+        rounds = args[0].numel() / max(plain[0].numel(), 1) / _STAY[name] if name in _STAY else 0.0
+        for value in plain:
+            if isinstance(value, Tensor) and value.dtype == torch.float64 and value.numel():
+                size = func(args[0].abs(), *args[1:], **(kwargs or {})) if name == "aten::sum" else value.abs()
+                self._move(value, torch.ones_like(value) if name in _OF_ONE else size, rounds)
         return made
 
-    def _rounded(self, value: Any, of_one: bool, terms: float) -> Any:
-        if not isinstance(value, Tensor) or value.dtype != torch.float64 or not value.numel():
-            return value
-        exact = value == 0 if terms else value.float().double() == value
+    def _move(self, value: Tensor, size: Tensor, rounds: float) -> None:
+        """Move `value` by a rounding of `size`; a sum by as many as `rounds`, which is 0 for what is no sum."""
+        exact = value == 0 if rounds else value.float().double() == value
         signs = 2 * torch.randint(0, 2, value.shape, generator=self.random) - 1
-        moved = value + signs * max(1.0, terms / _LANES) * EPS * (1.0 if of_one else value.abs())
-        return torch.where(exact | ~value.isfinite(), value, moved.float().double())
+        moved = value + signs * max(1.0, rounds) * EPS * size
+        value.copy_(torch.where(exact | ~value.isfinite(), value, moved.float().double()))
