@@ -56,6 +56,7 @@ def test_the_graph_that_runs_once_for_its_shapes_holds_no_weights(monkeypatch: p
     net = prepare(model, X)
     assert net.shapes["y"] == (1, 2)
     assert max(sizes) < 1000
+    assert net.model.ByteSize() < 1000  # nor does what stays of the graph beside its constants
 
 
 def _open(model: onnx.ModelProto) -> InferenceSession:

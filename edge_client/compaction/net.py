@@ -23,8 +23,9 @@ Shape = tuple[int, ...]
 class Net:
     """A graph with one input and one output. Shapes and values are those for one sample.
 
-    `constants` are float64, or of their own type when they are no floats. `moving` marks the axes that hold the batch,
-    alone or merged with others. `sizes` are the values computed from shapes alone.
+    `model` has its name, its input and output, and the version of its operators, but no values. `constants` are
+    float64, or of their own type when they are no floats. `moving` marks the axes that hold the batch, alone or merged
+    with others. `sizes` are the values computed from shapes alone.
     """
 
     model: ModelProto
@@ -119,7 +120,7 @@ def build(
     given: Mapping[str, Array] = {},
 ) -> ModelProto:
     """The ONNX model of `nodes` with `constants` in float32; its inputs are the data's and the float32 ones `given`."""
-    inputs = [i for i in net.model.graph.input if i.name == net.input]
+    inputs = [*net.model.graph.input]
     inputs += [helper.make_tensor_value_info(k, TensorProto.FLOAT, v.shape) for k, v in given.items()]
     graph = helper.make_graph(
         list(nodes),

@@ -35,10 +35,20 @@ def opened(model: ModelProto) -> Net:
     graph = model.graph
     constants = {t.name: _wide(numpy_helper.to_array(t)) for t in graph.initializer}
     (given,) = (i.name for i in graph.input if i.name not in constants)
-    operators = Operators(model.opset_import, model.ir_version)
-    net = Net(model, list(graph.node), constants, given, graph.output[0].name, operators)
+    bare = _without_values(model, given)  # also for the operators: a part of a message keeps all of it in memory
+    operators = Operators(bare.opset_import, bare.ir_version)
+    net = Net(bare, list(graph.node), constants, given, graph.output[0].name, operators)
     net.origins = {name: name for name in constants}
     return net
+
+
+def _without_values(model: ModelProto, given: str) -> ModelProto:
+    """What `build` takes of a model: its tensors would stay in memory beside the constants made of them."""
+    made = ModelProto(opset_import=model.opset_import, ir_version=model.ir_version, producer_name=model.producer_name)
+    made.graph.name = model.graph.name
+    made.graph.input.extend(i for i in model.graph.input if i.name == given)
+    made.graph.output.extend(model.graph.output)
+    return made
 
 
 def dense(model: ModelProto) -> ModelProto:

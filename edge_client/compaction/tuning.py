@@ -12,11 +12,13 @@ clock `auto` is the rule. All but `auto` have no more multiply-adds than the den
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import ModelProto
 
 from edge_client.align import Align
 from edge_client.compaction.smaller import Smaller, cut, whole
@@ -56,24 +58,25 @@ def aligned(found: Study, align: Align, clock: Clock | None) -> Smaller:
         return _no_dearer(found, cut(found, FEWEST))
     if align == "rule" or clock is None:
         return _no_dearer(found, ruled(found))
-    narrow = cut(found, FEWEST)
-    made = [
-        narrow,
-        ruled(found),
-        _wide(found, _blocks, True),
-        _wide(found, lambda s, n: _blocks(s, n) if s.readers else s.size, True),
-        _wide(found, lambda s, n: s.size, True),
-        whole(found, "the model with all channels runs fastest here"),
-    ]
     candidates: dict[bytes, Smaller] = {}
-    for m in made:
-        if m is not None:
-            candidates.setdefault(m.model.SerializeToString(), m)
-    if len(candidates) == 1:
-        return narrow
-    times = clock(list(candidates))
+    for made in _widths(found):  # each in memory once, serialised
+        candidates.setdefault(made.model.SerializeToString(), replace(made, model=ModelProto()))
+    times = clock(list(candidates)) if len(candidates) > 1 else [0.0]
     # In the order of their multiply-adds, nearly: the first of those as fast as the fastest.
-    return next(m for m, ms in zip(candidates.values(), times, strict=True) if ms <= EQUAL * min(times))
+    timed = zip(candidates.items(), times, strict=True)
+    data, chosen = next(candidate for candidate, ms in timed if ms <= EQUAL * min(times))
+    return replace(chosen, model=ModelProto.FromString(data))
+
+
+def _widths(found: Study) -> Iterator[Smaller]:
+    """The models that `auto` times; some may be equal."""
+    yield cut(found, FEWEST)
+    yield ruled(found)
+    for multiple in (_blocks, lambda s, n: _blocks(s, n) if s.readers else s.size, lambda s, n: s.size):
+        made = _wide(found, multiple, True)
+        if made is not None:
+            yield made
+    yield whole(found, "the model with all channels runs fastest here")
 
 
 def _no_dearer(found: Study, made: Smaller) -> Smaller:
