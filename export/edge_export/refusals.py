@@ -38,7 +38,9 @@ ADVICE = {
         "use torch.nn.Dropout, whose draws repeat, or x.bernoulli_(p) with a number p while the module trains; no "
         "other randomness is exported"
     ),
-    "_fft_r2c _fft_c2c _fft_c2r complex polar view_as_complex view_as_real": "multiply by sines and cosines",
+    "_fft_r2c _fft_c2c _fft_c2r complex polar view_as_complex view_as_real": (
+        "keep real and imaginary parts in two tensors; a transform is a product with sines and cosines"
+    ),
     "atan2": "use atan",
     "native_dropout": "let dropout follow module.training",
     "_ctc_loss": "return logits; the loss is the target's",
