@@ -191,6 +191,27 @@ def test_rounding_at_random_moves_what_float32_rounds_and_nothing_else() -> None
         assert torch.equal(found, right)
 
 
+class _Centred(nn.Module):
+    """Features less their mean over time before a batch-norm, as in audio: the running mean is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Conv1d(2, 6, 3), nn.BatchNorm1d(6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).relu()
+        logits: Tensor = self.head(self.norm(y - y.mean(2, keepdim=True)).relu().mean(2))
+        return logits
+
+
+def test_a_running_mean_of_zero_is_no_fault_and_one_percent_of_the_statistics_is() -> None:
+    torch.manual_seed(0)
+    given = _to_prove(_Centred(), torch.zeros(2, 2, 99), "classification")
+    assert proof.prove(*given).statistic <= 1e-5
+    with pytest.raises(ModelError, match=r"buffer 'norm.running_var' after a step differently"):
+        proof.prove(*given[:2], _scaled(given[2], "new:norm.running_var", 1.01), given[3])
+
+
 class _OverSteps(nn.Module):
     """A layer on each of 2,048 steps, and the mean over them: its bias has the sum of 32,768 gradients of a batch."""
 

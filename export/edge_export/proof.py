@@ -8,7 +8,8 @@ The error of a tensor is its largest difference over its largest entry. It may r
 Where float32 itself misses that tensor of the witness by more, it may reach a few times that: the error of PyTorch in
 float32, because some of a million activations lie so close to zero that a ReLU falls the other way, or of a float64
 step in which every result is rounded to float32 at random (see `rounding`), because it sums thousands of terms. A
-gradient that is zero, or of which PyTorch's float32 has no digit right, is measured against the largest gradient.
+gradient that is zero, and a gradient or statistic of which PyTorch's float32 has no digit right, is measured against
+the largest one.
 
 Two more batches are extreme: inputs (or embeddings) ten thousand times as large, and zeros. What is finite in PyTorch's
 float32 is finite in the graph. The error against float64 may reach `LOOSE`, or a few times the tensor's noise: the
@@ -76,7 +77,7 @@ class Best:
 
     def add(self, found: Arrays, own: Values, true: Values) -> bool:
         """Whether every tensor was right in a draw."""
-        unknown = {k for k, error in _errors(own, true).items() if k.startswith("grad:") and error >= 1}
+        unknown = {k for k, error in _errors(own, true).items() if k.startswith(("grad:", "new:")) and error >= 1}
         for name, error in _errors(found, true, unknown).items():
             self.errors[name] = min(self.errors.get(name, np.inf), error)
         for name, error in _errors(own, true, unknown).items():
@@ -186,19 +187,21 @@ def _kept(found: Arrays, which: Mapping[str, Tensor]) -> Arrays:
 
 
 def _errors(found: Mapping[str, Any], true: Values, unknown: Collection[str] = ()) -> dict[str, float]:
-    """The error of each tensor of `true`; a gradient that is nothing, or `unknown`, is measured against the largest."""
-    largest, nothing = _largest(true), _nothing(true).union(unknown)
-    return {k: _error(np.asarray(found[k]), t, largest if k in nothing else 0.0) for k, t in true.items()}
+    """The error of each tensor of `true`; what is no gradient, or `unknown`, is measured against the largest alike."""
+    nothing = _nothing(true).union(unknown)
+    scale = {k: _largest(true, k.partition(":")[0]) if k in nothing else 0.0 for k in true}
+    return {k: _error(np.asarray(found[k]), t, scale[k]) for k, t in true.items()}
 
 
 def _nothing(true: Values) -> set[str]:
     """The gradients below `ZERO` of the largest."""
-    least = ZERO * _largest(true)
+    least = ZERO * _largest(true, "grad")
     return {k for k, t in true.items() if k.startswith("grad:") and not bool((t.abs() > least).any())}
 
 
-def _largest(true: Values) -> float:
-    return max((float(t.abs().max()) for k, t in true.items() if k.startswith("grad:") and t.numel()), default=0.0)
+def _largest(true: Values, kind: str) -> float:
+    """The largest entry of all gradients or statistics."""
+    return max((float(t.abs().max()) for k, t in true.items() if k.startswith(f"{kind}:") and t.numel()), default=0.0)
 
 
 def _named(name: str) -> str:
