@@ -31,22 +31,50 @@ g (float[n,5,6] x, float[6,6] q, float[6] qb, float[6,6] k, float[6] kb) => (flo
 """
 
 
-def test_heads_that_were_joined_with_the_batch_are_parted_and_get_constants_of_their_own() -> None:
-    model, random = onnx.parser.parse_model(HEADS), np.random.default_rng(0)
-    tensors = {}
-    for value in list(model.graph.input)[1:]:
-        shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
-        tensors[value.name] = random.standard_normal(shape).astype(np.float32)
-    # constant in query and key, in another head each: products of two constants, and of one
-    tensors["q"][:, [0, 3, 4]] = 0
-    tensors["k"][:, [0, 3]] = 0
-    frozen = freeze(model, tensors)
-    made = cut(analysed(frozen, np.zeros((2, 5, 6), np.float32))).model
-    assert "Expand" not in [n.op_type for n in made.graph.node]
+def drawn(graph: str) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A graph and values of its tensors."""
+    model, random = onnx.parser.parse_model(graph), np.random.default_rng(0)
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in list(model.graph.input)[1:]}
+    return model, {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def compacted(frozen: onnx.ModelProto, *sample: int) -> onnx.ModelProto:
+    """The smaller graph, which gives the outputs of `frozen` for one sample and for four."""
+    made, random = cut(analysed(frozen, np.zeros((2, *sample), np.float32))).model, np.random.default_rng(1)
     for n in (1, 4):
-        x = random.standard_normal((n, 5, 6)).astype(np.float32)
+        x = random.standard_normal((n, *sample)).astype(np.float32)
         due, found = (
             ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
             for m in (frozen, made)
         )
         np.testing.assert_allclose(found, due, rtol=1e-5, atol=1e-5)
+    return made
+
+
+def test_heads_that_were_joined_with_the_batch_are_parted_and_get_constants_of_their_own() -> None:
+    model, tensors = drawn(HEADS)
+    # constant in query and key, in another head each: products of two constants, and of one
+    tensors["q"][:, [0, 3, 4]] = 0
+    tensors["k"][:, [0, 3]] = 0
+    assert "Expand" not in [n.op_type for n in compacted(freeze(model, tensors), 5, 6).graph.node]
+
+
+WINDOWS = """
+<ir_version: 9, opset_import: ["" : 20]>
+g (float[n,8,4] x, float[4,6] a, float[6] s) => (float[n,8,6] y)
+<int64[3] windows = {-1, 4, 6}, int64[3] back = {-1, 8, 6}, int64[1] last = {2}> {
+  c = MatMul(x, a)
+  d = Add(c, s)
+  e = Reshape(d, windows)
+  f = Mul(e, e)
+  h = ReduceSum(f, last)
+  i = Div(e, h)
+  y = Reshape(i, back)
+}
+"""
+
+
+def test_constants_are_put_in_for_the_windows_of_all_samples_and_not_for_those_of_one() -> None:
+    model, tensors = drawn(WINDOWS)
+    tensors["a"][:, [0, 3]] = 0
+    compacted(freeze(model, tensors), 8, 4)

@@ -282,6 +282,8 @@ class Writer:
             raise Ragged(value, "one that varies is gone")
         flat = self.study.facts(value).value.reshape(-1)
         fill = np.where(ids >= 0, flat[at], np.zeros(1, flat.dtype))
+        for axis in self.study.merged(value):  # equal for all places and samples there, of which a batch has more
+            fill = np.take(fill, [0], axis)
         if not fill.any():
             return name
         return self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
