@@ -78,3 +78,32 @@ def test_constants_are_put_in_for_the_windows_of_all_samples_and_not_for_those_o
     model, tensors = drawn(WINDOWS)
     tensors["a"][:, [0, 3]] = 0
     compacted(freeze(model, tensors), 8, 4)
+
+
+CONSTANT_HEADS = """
+<ir_version: 9, opset_import: ["" : 20]>
+g (float[n,8,4] x, float[4,6] a, float[6] s, float[4,6] b) => (float[n,2,3,4,4] y)
+<int64[4] windows = {-1, 4, 3, 2}, int64[3] rows = {-1, 4, 2}, int64[5] back = {-1, 2, 3, 4, 4}, int64[1] last = {3}> {
+  c = MatMul(x, a)
+  d = Add(c, s)
+  e = Reshape(d, windows)
+  f = Transpose<perm=[0, 2, 1, 3]>(e)
+  h = ReduceSum(f, last)
+  i = Div(f, h)
+  j = Reshape(i, rows)
+  k = MatMul(x, b)
+  m = Reshape(k, windows)
+  o = Transpose<perm=[0, 2, 1, 3]>(m)
+  p = Reshape(o, rows)
+  q = Transpose<perm=[0, 2, 1]>(p)
+  r = MatMul(j, q)
+  y = Reshape(r, back)
+}
+"""
+
+
+def test_constants_of_heads_that_are_joined_with_the_windows_of_a_batch_are_repeated_for_each() -> None:
+    model, tensors = drawn(CONSTANT_HEADS)
+    tensors["a"][:] = 0
+    made = compacted(freeze(model, tensors), 8, 4)
+    assert [n.op_type for n in made.graph.node].count("MatMul") == 2  # without that by `a`

@@ -51,6 +51,9 @@ def regroup(w: Writer, node: NodeProto) -> None:
     """Write a reshape: of the piece as it is where its elements fit, else of as much as `slots` allows."""
     name, out = node.input[0], node.output[0]
     before, after = w.study.shape(name), w.study.shape(out)
+    if name not in w.pieces:  # constants that differ along an axis which is joined with the batch
+        w.put(out, w.reshaped(w.whole(name), after, out, name), np.arange(prod(after)).reshape(after))
+        return
     piece, live = w.pieces[name], w.study.live(out)
     if w.study.merged(out) and not np.isin(np.flatnonzero(live), piece.ids).all():  # constants that a batch repeats
         needed = live.reshape(before)

@@ -343,13 +343,15 @@ class Writer:
         if not any(moving):
             return self.constant(held)
         axis = moving.index(True)
-        if sum(moving) > 1 or held.shape[axis] != 1:
-            raise CompactionError(f"the constant value {value!r} mixes the batch with another axis")
-        return self.emit("Expand", [self.constant(held), self.batch_shape(held.shape, axis)])
+        if sum(moving) > 1:
+            raise CompactionError(f"the constant value {value!r} has the batch in two axes")
+        return self.emit("Expand", [self.constant(np.take(held, [0], axis)), self.batch_shape(held.shape, axis)])
 
     def batch_shape(self, lengths: Sequence[int], axis: int) -> str:
-        """The vector `lengths` with the batch size at `axis`."""
+        """The vector `lengths`, which is that for one sample, with the batch in `axis`."""
         n = self.emit("Shape", [self.net.input], start=0, end=1)
+        if lengths[axis] != 1:
+            n = self.emit("Mul", [n, self.integers(lengths[axis])])
         before = [self.integers(*lengths[:axis])] if axis else []
         after = [self.integers(*lengths[axis + 1 :])] if axis + 1 < len(lengths) else []
         parts = [*before, n, *after]
