@@ -83,7 +83,8 @@ def test_constants_are_put_in_for_the_windows_of_all_samples_and_not_for_those_o
 CONSTANT_HEADS = """
 <ir_version: 9, opset_import: ["" : 20]>
 g (float[n,8,4] x, float[4,6] a, float[6] s, float[4,6] b) => (float[n,2,3,4,4] y)
-<int64[4] windows = {-1, 4, 3, 2}, int64[3] rows = {-1, 4, 2}, int64[5] back = {-1, 2, 3, 4, 4}, int64[1] last = {3}> {
+<int64[4] windows = {-1, 4, 3, 2}, int64[3] rows = {-1, 4, 2}, int64[3] columns = {-1, 2, 4},
+ int64[5] back = {-1, 2, 3, 4, 4}, int64[1] last = {3}> {
   c = MatMul(x, a)
   d = Add(c, s)
   e = Reshape(d, windows)
@@ -92,11 +93,8 @@ g (float[n,8,4] x, float[4,6] a, float[6] s, float[4,6] b) => (float[n,2,3,4,4] 
   i = Div(f, h)
   j = Reshape(i, rows)
   k = MatMul(x, b)
-  m = Reshape(k, windows)
-  o = Transpose<perm=[0, 2, 1, 3]>(m)
-  p = Reshape(o, rows)
-  q = Transpose<perm=[0, 2, 1]>(p)
-  r = MatMul(j, q)
+  m = Reshape(k, columns)
+  r = MatMul(j, m)
   y = Reshape(r, back)
 }
 """
