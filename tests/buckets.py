@@ -26,6 +26,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.objects: dict[str, bytes] = {}
         self.fault = ""
+        self.listings: list[str] = []  # the prefix of each list that was asked for
 
     def found(self, bucket: str) -> dict[str, bytes]:
         """The objects of a bucket by their keys."""
@@ -68,6 +69,9 @@ class Handler(BaseHTTPRequestHandler):
             if b64encode(hashlib.sha256(body).digest()).decode() != right:
                 self.fail(400, "BadDigest")
                 return
+            if self.headers.get("If-None-Match") == "*" and key in objects:
+                self.fail(412, "PreconditionFailed")
+                return
             objects[key] = body
             self.answer(200)
         elif self.command == "POST":
@@ -75,6 +79,7 @@ class Handler(BaseHTTPRequestHandler):
                 objects.pop(f"{key.rstrip('/')}/{each.text}", None)
             self.answer(200, b"<DeleteResult></DeleteResult>")
         elif "list-type" in asked:
+            self.server.listings.append(asked["prefix"])
             self.answer(200, self.listed(key.rstrip("/"), asked).encode())
         elif key not in objects:
             self.fail(404, "NoSuchKey")

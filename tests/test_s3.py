@@ -14,6 +14,7 @@ from coordination import play as play_in_folder
 
 from coord_server import serve, store
 from coord_server.store import open_store
+from coord_server.store.blobs import federation_shelf
 from edge_client.bundle import digest
 from edge_client.errors import ConfigError, StorageDamagedError, StorageUnreachableError
 
@@ -163,6 +164,42 @@ def test_a_bucket_of_another_coordinator_or_one_that_was_emptied_is_refused(
     bucket.objects.clear()
     with pytest.raises(StorageDamagedError, match="s3://fleet/blobs/ does not hold the blobs of this coordinator"):
         open_store(tmp_path / "one", init=True, blobs=URL)
+
+
+def test_a_place_that_another_coordinator_claims_at_the_same_time_is_refused(
+    tmp_path: Path, bucket: buckets.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail = buckets.Handler.fail
+
+    def claimed_meanwhile(handler: buckets.Handler, status: int, code: str) -> None:
+        bucket.objects.setdefault("fleet/blobs/store-id", b"another one's")
+        fail(handler, status, code)
+
+    monkeypatch.setattr(buckets.Handler, "fail", claimed_meanwhile)
+    with pytest.raises(StorageDamagedError, match="does not hold the blobs of this coordinator; name the bucket"):
+        open_store(tmp_path / "data", blobs=URL)
+    assert bucket.found("fleet") == {"blobs/store-id": b"another one's"}
+
+
+def test_a_coordinator_whose_prefix_is_a_federation_of_another_one_loses_nothing_with_it(
+    tmp_path: Path, bucket: buckets.Server
+) -> None:
+    outer, inner = open_store(tmp_path / "outer", blobs=URL), open_store(tmp_path / "inner", blobs=f"{URL}/fed")
+    address = inner.blobs.put("s", b"kept")
+    for first in (0, 1):
+        with outer.changing(federation_shelf("fed", first)):
+            pass
+    assert inner.blobs.read("s", address) == b"kept"
+
+
+def test_a_round_asks_for_no_list_of_each_device(tmp_path: Path, bucket: buckets.Server) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation("a", "bb")
+        bucket.listings.clear()
+        await whole(fleet, "a", "bb")
+
+    play(tmp_path / "data", script)
+    assert {prefix.split("/", 2)[2] for prefix in bucket.listings} == {"updates/", "downlinks/", "values/", "records/"}
 
 
 def test_a_data_folder_keeps_the_place_of_its_blobs_from_its_first_start_on(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ RETRIES = {"total_max_attempts": 3, "mode": "standard"}
 CLIENT = Config(connect_timeout=5, read_timeout=30, retries=RETRIES, max_pool_connections=32)
 MARKER = "store-id"
 MISSING = ("404", "NoSuchKey")
+THERE = ("PreconditionFailed", "ConditionalRequestConflict")  # another request has written the object, or writes it
 RESTORE = "restore it in the bucket"
 
 
@@ -45,6 +46,16 @@ def answered(what: str) -> Iterator[None]:
         raise StorageUnreachableError(f"{what}: {why}; check the link and the coordinator's credentials") from None
 
 
+@contextmanager
+def unless(codes: Sequence[str]) -> Iterator[None]:
+    """Go on after an answer with one of these codes."""
+    try:
+        yield
+    except ClientError as error:
+        if error.response["Error"]["Code"] not in codes:
+            raise
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Where the objects of one coordinator lie: their names begin with `prefix`, which is empty or ends in a slash."""
@@ -56,20 +67,27 @@ class Bucket:
     def claim(self, id_: str, new: bool) -> None:
         """Mark the place as that of store `id_` if the store is `new`. Raises StateError when it is another's."""
         place = f"s3://{self.name}/{self.prefix}"
-        key, found = f"{self.prefix}{MARKER}", None
         with answered(place):
-            try:
-                found = self.client.get_object(Bucket=self.name, Key=key)["Body"].read().decode(errors="replace")
-            except ClientError as error:
-                if error.response["Error"]["Code"] not in MISSING:
-                    raise
+            found = self._marked()
             if found is None and new:
-                self.client.put_object(Bucket=self.name, Key=key, Body=id_.encode())
-            elif found != id_:
+                with unless(THERE):  # of another coordinator, or of this request, which boto3 has repeated
+                    self.client.put_object(**self._marker, Body=id_.encode(), IfNoneMatch="*")
+                found = self._marked()
+            if found != id_:
                 raise StorageDamagedError(
                     f"{place} does not hold the blobs of this coordinator; name the bucket that it began with, or "
                     "restore it"
                 )
+
+    @property
+    def _marker(self) -> dict[str, str]:
+        return {"Bucket": self.name, "Key": f"{self.prefix}{MARKER}"}
+
+    def _marked(self) -> str | None:
+        """The id in the marker, None without one."""
+        with unless(MISSING):
+            return str(self.client.get_object(**self._marker)["Body"].read(), errors="replace")
+        return None
 
     def blobs(self, root: Path) -> S3Blobs:
         """The store, whose uploads on their way in lie in the folder `root`. Raises StateError."""
