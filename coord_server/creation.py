@@ -14,7 +14,7 @@ from coord_server.bundles import Bundles, load_model, read_manifest
 from coord_server.live.federation import LiveFederation
 from coord_server.problems import Refusal
 from coord_server.store import Store, in_turn
-from coord_server.store.blobs import BUNDLES, INCOMING, bundle_shelf, federation_shelf
+from coord_server.store.blobs import bundle_shelf, federation_shelf
 from coord_server.store.values import put
 from coord_server.warm import Derived
 from edge_client.backends import check_parts, installed
@@ -25,7 +25,6 @@ from edge_client.task import Course
 
 log = logging.getLogger("maskfleet")
 
-RESERVED = (BUNDLES, INCOMING)  # names that mean something else in the blob store
 FIRST_BITS = 52  # random, of a federation's first version: none is that of a deleted one of its name; a double holds it
 
 
@@ -45,8 +44,6 @@ async def create(
 
     Returns the method's caution, None when it has none. `find` gives the federation of an id, to start from its model.
     """
-    if config.name in RESERVED:
-        raise Refusal("name-taken", f"{config.name!r} is the name of a folder of the coordinator; choose another name")
     receipt = await bundles.receipt(config.bundle)
     if receipt.missing:
         raise Refusal(

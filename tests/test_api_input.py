@@ -145,7 +145,6 @@ def test_a_refused_update_is_not_read(tmp_path: Path) -> None:
         ({"method": {"nam": "fedavg"}}, "bad-config", "the method has no `name`; choose one of bnn"),
         ({"min_updates": 3}, "bad-message", "min_updates 3 is more than the cohort of 2; lower it\n"),
         ({"name": "../x"}, "bad-message", "name = '../x': a name has letters, digits, '.'"),
-        ({"name": "bundles"}, "name-taken", "'bundles' is the name of a folder of the coordinator"),
         ({"speed": 1}, "bad-message", "speed"),
         ({"deadline_seconds": float("inf")}, "bad-message", "finite"),
         ({"method": {"name": "fedavg", "lr": float("inf")}}, "bad-config", "lr"),

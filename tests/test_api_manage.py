@@ -100,6 +100,20 @@ def test_a_federation_that_runs_is_not_deleted_and_one_that_is_over_leaves_nothi
     play(tmp_path, script)
 
 
+@pytest.mark.parametrize("name", ["bundles", "incoming", "store"])
+def test_a_federation_with_the_name_of_a_folder_of_the_coordinator_goes_alone(tmp_path: Path, name: str) -> None:
+    async def script(fleet: Fleet) -> None:
+        await fleet.federation(d=LARGE)
+        kept = sorted((tmp_path / "blobs").glob("*/**/*"))
+        again = settings(bundle=await fleet.bundle(LARGE), name=name)
+        assert (await fleet.operator("POST", "/v1/federations", json=again)).status_code == 201
+        assert len(shelves(tmp_path)) == 2
+        assert (await fleet.operator("DELETE", f"/v1/federations/{name}")).status_code == 204
+        assert [p for p in sorted((tmp_path / "blobs").glob("*/**/*")) if p.suffix != ".note"] == kept
+
+    play(tmp_path, script)
+
+
 @pytest.mark.parametrize("end", ["stop", "delete"])
 def test_an_update_that_arrives_while_its_federation_ends_is_refused_and_leaves_nothing(
     tmp_path: Path, end: str

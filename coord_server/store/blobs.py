@@ -54,7 +54,7 @@ def federation_shelf(id_: str, first: int) -> str:
 
     So a process that does not know yet of a deletion touches no blob of the next federation of that name.
     """
-    return f"{id_}~{first}" if first else id_
+    return f"{id_}~{first}"
 
 
 def owner(shelf: str) -> tuple[str, int]:
