@@ -255,7 +255,8 @@ class Rounds:
             for round_ in self._rounds_on(f"{method_state.root}/{name}"):
                 if round_ < oldest:
                     blobs.drop(method_state.shelf(name, round_))
-        for device in blobs.shelves(f"{method_state.root}/records") if devices is None else devices:
+        stored = blobs.shelves(f"{method_state.root}/records")  # not of every device: a small record is in its row
+        for device in stored if devices is None else set(stored).intersection(devices):
             old = [round_ for round_ in self._rounds_on(f"{method_state.root}/records/{device}") if round_ < closed]
             found = self._store.metadata.record(self.id, device) if old else None
             for round_ in old:
