@@ -98,12 +98,13 @@ class Coordinator:
                         await here.look(found.version)
                     elif here is None or here.version != found.version:
                         await self._load(id_)
+                except Refusal:  # another coordinator has just deleted it
+                    continue
                 except MaskfleetError as error:
                     log.error("%s: %s", id_, error)
 
     async def _load(self, id_: str) -> None:
-        text = await asyncio.to_thread(self.store.metadata.config, id_)
-        head = await asyncio.to_thread(self.store.metadata.head, id_)
+        text, head = await asyncio.to_thread(self.store.metadata.stored, id_)
         try:
             config = FederationConfig.model_validate_json(text)
             live = LiveFederation(self.store, id_, config, head, self._clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,10 +30,11 @@ from numpy.typing import NDArray
 from sqlalchemy import event as sql
 from sqlalchemy import insert
 
-from coord_server import coordinator
+from coord_server import coordinator, engine
 from coord_server.live import devices
 from coord_server.live import rounds as live_rounds
 from coord_server.store import tables
+from coord_server.store.metadata import Metadata
 from edge_client import extras
 from edge_client.methods import fedavg
 from edge_client.protocol.payload import Payload, decode
@@ -320,6 +322,73 @@ def test_a_round_that_both_fold_is_closed_once(tmp_path: Path, monkeypatch: pyte
     assert len(submitted) == 2
     monkeypatch.undo()
     assert state == alone(tmp_path / "one", 1, 12)
+
+
+@pytest.mark.parametrize("here", ["loaded", "unknown", "ticking"])
+def test_a_deletion_that_a_look_meets_half_way_is_no_error_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, here: str
+) -> None:
+    monkeypatch.setattr(coordinator, "WATCH", 1e6)
+    known = Metadata.known
+
+    async def main() -> None:
+        async with both(tmp_path) as (first, second):
+            await second.federation("a", "bb")
+            one, other = (f.http._transport.app.state.coordinator for f in (first, second))  # type: ignore[attr-defined]
+            if here != "unknown":
+                await one._look()
+                assert (await second.operator("PATCH", FED, json={"deadline_seconds": 60.0})).status_code == 200
+
+            def deleted_meanwhile(self: Metadata) -> dict[str, tables.Known]:
+                found = known(self)
+                if "fed" in found:
+                    assert other.store.metadata.delete_federation("fed", found["fed"].version)
+                return found
+
+            if here == "ticking":
+                deleted_meanwhile(one.store.metadata)
+                commits = one.federation("fed")._commits
+                commits.clock = lambda: time.time() + 1e6  # a deadline has passed
+                await commits._tick()
+            else:
+                with monkeypatch.context() as m:
+                    m.setattr(Metadata, "known", deleted_meanwhile)
+                    await one._look()
+            await one._look()
+            assert (await first.operator("GET", "/v1/federations")).json() == []
+
+    asyncio.run(main())
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+def test_a_federation_that_is_replaced_while_it_is_loaded_has_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "WATCH", 1e6)
+    read = Metadata._of_federation
+
+    async def main() -> None:
+        async with both(tmp_path) as (first, second):
+            await second.federation(rounds=3)
+            one, other = (f.http._transport.app.state.coordinator for f in (first, second))  # type: ignore[attr-defined]
+            config, found = other.federation("fed").config, other.store.metadata
+            state, (_, values) = engine.dump(engine.State()), found.values("fed")
+
+            def replaced_meanwhile(self: Metadata, *given: Any) -> Any:
+                row = read(self, *given)
+                if found.known()["fed"].first != 7:
+                    assert found.delete_federation("fed", found.known()["fed"].version)
+                    text = config.model_copy(update={"rounds": 9}).model_dump_json()
+                    assert found.add_federation("fed", text, config.bundle, state, values, 1.0, 7) == "added"
+                return row
+
+            with monkeypatch.context() as m:
+                m.setattr(Metadata, "_of_federation", replaced_meanwhile)
+                await one._look()
+            await one._look()
+            assert (await first.operator("GET", FED)).json()["config"]["rounds"] == 9
+
+    asyncio.run(main())
 
 
 def test_an_update_costs_as_many_statements_among_many_members_as_among_few(

@@ -259,7 +259,8 @@ class Commits:
                 drawing = self.state.stage == "drawing"
                 await self.submit(await self._followers.present(now) if drawing else Tick(now))
         except MaskfleetError as error:
-            log.error("%s: %s", self.id, error)
+            if not isinstance(error, Refusal):  # another coordinator has just deleted it
+                log.error("%s: %s", self.id, error)
             await asyncio.sleep(RETRY)
         finally:
             self._ticking = None

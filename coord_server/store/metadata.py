@@ -177,9 +177,10 @@ class Metadata:
         query = select(f.id, f.version, f.first).order_by(f.created_at, f.id)
         return {row[0]: Known(*row[1:]) for row in self.database.all(query)}
 
-    def config(self, federation: str) -> str:
-        """A federation's FederationConfig as JSON."""
-        return str(self._of_federation(federation, select(federations.c.config).where(_THIS))[0])
+    def stored(self, federation: str) -> tuple[str, Head]:
+        """A federation's FederationConfig as JSON, and its changing columns: both of one, if it is replaced now."""
+        *head, config = self._of_federation(federation, _HEAD.add_columns(federations.c.config))
+        return config, Head(*head)
 
     def head(self, federation: str) -> Head:
         """The changing columns of a federation."""
