@@ -296,6 +296,20 @@ def test_a_finished_device_reports_again_to_a_coordinator_restored_from_before_t
     assert Report.model_validate_json(coordinator.report) == result.report
 
 
+def test_a_finished_device_makes_its_model_again_where_a_restored_coordinator_ended_otherwise(tmp_path: Path) -> None:
+    coordinator = Coordinator()
+    first, model = device(tmp_path, coordinator).run(), (tmp_path / "personal.onnx").read_bytes()
+    coordinator.state, coordinator.report = coordinator.made.start(coordinator.course), None
+    result = device(tmp_path, coordinator).run()
+    assert (result.ended, result.rounds) == ("finished", 0)
+    assert coordinator.report is not None
+    assert Report.model_validate_json(coordinator.report) == result.report != first.report
+    assert (tmp_path / "personal.onnx").read_bytes() != model
+    coordinator.requests = []
+    assert device(tmp_path, coordinator).run().report == result.report
+    assert [path.rpartition("/")[2] for _, path in coordinator.requests] == ["work", "report"]
+
+
 @pytest.mark.parametrize("answer", [problem(422, "invalid", "no such field"), problem(503, "too-busy", "later")])
 def test_a_finished_device_says_when_its_report_is_not_taken_again(tmp_path: Path, answer: httpx.Response) -> None:
     coordinator, said = Coordinator(), list[str]()

@@ -27,7 +27,7 @@ from edge_client.align import Align
 from edge_client.bundle import digest
 from edge_client.data import DeviceData, read
 from edge_client.device.exchange import OVER, UNFIT, Exchange
-from edge_client.device.journal import END, Identity, Journal, Pending, Secret
+from edge_client.device.journal import END_FILE, End, Identity, Journal, Pending, Secret
 from edge_client.device.local import Outcome, choose_model, failure_of, run_round
 from edge_client.device.session import Session, enrol, open_session, try_out
 from edge_client.errors import (
@@ -177,13 +177,13 @@ class _Run:
         client = self.client
         identity = self.journal.identity(client.token, client.device, client.secret)
         self.remote.transport.credential = identity.credential
-        report = self.journal.done()
-        if report is not None and not self._goes_on(identity, report):
-            there, end = client.model.is_file(), self.journal.folder / END
-            again = f"{client.model} is not there; to have it made, remove {end} and join again"
+        end = self.journal.end()
+        if end is not None and not self._goes_on(identity, end):
+            there, file = client.model.is_file(), self.journal.folder / END_FILE
+            again = f"{client.model} is not there; to have it made, remove {file} and join again"
             where = f"the model is {client.model}" if there else again
             self.say(Event("done", f"the federation was finished before; {where}"))
-            return Result(identity.device, 0, "finished", report, client.model if there else None)
+            return Result(identity.device, 0, "finished", end.report, client.model if there else None)
         done = int(self._resume(identity))
         session = self._begin(identity)
         receipt: Receipt | None = None
@@ -212,10 +212,10 @@ class _Run:
         self.say(Event("done", f"{done} round{'' if done == 1 else 's'} done; run the same command again to go on"))
         return Result(identity.device, done, "paused")
 
-    def _goes_on(self, identity: Identity, report: Report) -> bool:
-        """Whether the federation that was finished has rounds to run again: its coordinator was restored.
+    def _goes_on(self, identity: Identity, end: End) -> bool:
+        """Whether the federation that was finished has rounds to run, or another end: its coordinator was restored.
 
-        If it has none, the report is sent again: the backup may be older than the report alone.
+        If it has the same end, the report is sent again: the backup may be older than the report alone.
         """
         if identity.enrolled is None:
             return False
@@ -226,12 +226,15 @@ class _Run:
             work = exchange.work(0.0)
         except (ServerError, UnreachableError):  # it is over, and its coordinator may be gone
             return False
-        if isinstance(work, Finish):
-            try:
-                exchange.report(report)
-            except (ServerError, UnreachableError) as error:
-                self.say(Event("info", f"the report was not sent again: {error}"))
-        return isinstance(work, Train | Wait)
+        if isinstance(work, Stopped):
+            return False
+        if isinstance(work, Train | Wait) or work.downlink != end.downlink:
+            return True
+        try:
+            exchange.report(end.report)
+        except (ServerError, UnreachableError) as error:
+            self.say(Event("info", f"the report was not sent again: {error}"))
+        return False
 
     def _resume(self, identity: Identity) -> bool:
         """Send the update that an earlier run has stored, if there is one; whether the coordinator took it."""
@@ -424,7 +427,7 @@ class _Run:
             update={"source": source}
         )
         session.exchange.report(report)
-        self.journal.finish(report)
+        self.journal.finish(End(downlink=work.downlink, report=report))
         for line in remarks(session.method, task, personal, report, self.journal.took_part):
             self.say(Event("info", line))
         self.say(Event("done", f"finished: the personal model is {client.model}"))

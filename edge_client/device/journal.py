@@ -41,7 +41,7 @@ from edge_client.protocol.payload import FILE_HEADER_BYTES, Arrays, Payload, dec
 
 log = logging.getLogger("maskfleet")
 
-END = "done.json"
+END_FILE = "done.json"
 LINE_MOST = 4096  # bytes of a round's first line
 KEPT_ROUNDS = 2  # the last one, and the one before it for a round that is run again
 
@@ -60,6 +60,16 @@ class Identity(_Stored):
     token: str
     secret: Secret
     enrolled: Enrolled | None = None
+
+
+class End(_Stored):
+    """How the federation ended: the report that the coordinator has accepted, and the last downlink's digest.
+
+    `downlink` is that of the personal model, which is what the report is about.
+    """
+
+    downlink: str
+    report: Report
 
 
 class _Header(_Stored):
@@ -258,13 +268,13 @@ class Journal:
 
     # --- the end
 
-    def done(self) -> Report | None:
-        """The report the coordinator has accepted, None before the end."""
-        return self._read(END, Report)
+    def end(self) -> End | None:
+        """How the federation ended, None before that."""
+        return self._read(END_FILE, End)
 
-    def finish(self, report: Report) -> None:
-        """Store the report that the coordinator has accepted."""
-        write_whole(self.folder / END, report.model_dump_json(indent=1).encode())
+    def finish(self, end: End) -> None:
+        """Store how the federation ended, once the coordinator has accepted the report."""
+        write_whole(self.folder / END_FILE, end.model_dump_json(indent=1).encode())
 
     def _read(self, name: str, kind: type[M]) -> M | None:
         path = self.folder / name
