@@ -452,5 +452,8 @@ def apply(config: FederationConfig, state: State, event: Event) -> Step:
     """The state after `event`, and the decisions that follow from it. Pure: same arguments, same answer."""
     if type(event) not in ACCEPTED[state.phase]:
         word = type(event).__name__.lower()
+        if not PHASES[state.phase] and isinstance(event, events.Started | events.Resumed | events.Changed):
+            go_on = "to go on from its model, create another one with start_from"
+            return _refuse(state, "wrong-phase", f"the federation is {state.phase} for good; {go_on}")
         return _refuse(state, "wrong-phase", f"the federation is {state.phase}; it cannot be {word} now")
     return _HANDLERS[type(event)](in_force(config, state), state, event)

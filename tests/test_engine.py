@@ -549,6 +549,15 @@ def test_the_events_of_the_manual_are_the_events_of_the_code() -> None:
     assert set().union(*engine.ACCEPTED.values()) == set(Event.__subclasses__())
 
 
+def test_who_wants_to_go_on_with_a_federation_that_has_ended_is_told_how() -> None:
+    c = config()
+    state, _ = run(c, Stopped(1.0), state=opened(c))
+    for event in (Started(2.0, ("a",), 1), Resumed(2.0), Changed(2.0, {"rounds": 9})):
+        _, (said,) = run(c, event, state=state)
+        assert isinstance(said, Refuse)
+        assert said.detail.endswith("stopped for good; to go on from its model, create another one with start_from")
+
+
 def test_stopping_is_final() -> None:
     c = config()
     running = opened(c)
