@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,6 +17,8 @@ from edge_client.bundle import WEIGHTS, Bundle, Manifest, Model, parse_manifest
 from edge_client.bundle import digest as sha256_of
 from edge_client.errors import BundleError, StorageDamagedError
 from edge_client.protocol.operator import BundleReceipt, BundleSummary
+
+log = logging.getLogger("maskfleet")
 
 NAMED = 5  # federations that a refusal names
 MAX_PARAMETERS = 1 << 28  # of one model: a gigabyte of float32, before a manifest of a few bytes could ask for more
@@ -69,6 +72,7 @@ class Bundles:
             )
         digest = sha256_of(manifest)
         await in_turn(lambda: self._add(digest, manifest))
+        log.info("bundle %s (%s) is stored by the operator", digest, parsed.name)
         return await asyncio.to_thread(self._receipt, digest, checked=True)
 
     def _add(self, digest: str, manifest: bytes) -> None:
@@ -110,6 +114,7 @@ class Bundles:
         except BundleError as error:
             raise Refusal("bad-bundle", str(error)) from None
         await in_turn(lambda: self._keep(digest, made))
+        log.info("bundle %s (%s with other values) is stored by the operator", made.digest, digest)
         return await self.receipt(made.digest)
 
     def _keep(self, source: str, made: warm.Derived) -> None:
@@ -147,6 +152,7 @@ class Bundles:
         if used:
             first, more = ", ".join(used[:NAMED]), f" and {len(used) - NAMED} more" if len(used) > NAMED else ""
             raise Refusal("bundle-in-use", f"bundle {digest} is used by {first}{more}; delete these federations first")
+        log.info("bundle %s is deleted by the operator", digest)
 
     def _delete(self, digest: str) -> list[str] | None:
         if self._store.metadata.added_at(digest) is None:  # a shelf that no row ever named is not touched

@@ -135,6 +135,7 @@ class Coordinator:
         if config.name in self._federations:
             raise creation.taken(config.name)
         caution = await creation.create(self.store, self.bundles, config, self.find, self._clock)
+        log.info("%s: created by the operator", config.name, extra={"federation": config.name})
         return (await (await self.find(config.name)).shown()).model_copy(update={"caution": caution})
 
     async def delete(self, id_: str) -> None:

@@ -51,8 +51,10 @@ class Roles:
         """A fresh token that may read; only its digest is stored. Raises StateError."""
         token, expires = auth.new_secret(), self._clock() + request.expires_in
         await asyncio.to_thread(self._metadata.add_viewer, auth.hashed(token), expires)
+        id_ = auth.token_id(auth.hashed(token))
+        log.info("the viewer's token %s is made by the operator", id_)
         await self.look()
-        return ViewerToken(token=token, id=auth.token_id(auth.hashed(token)), expires_at=expires)
+        return ViewerToken(token=token, id=id_, expires_at=expires)
 
     async def viewers(self) -> list[Viewer]:
         """Every viewer's token that was not revoked, in the order of ids. Raises StateError."""

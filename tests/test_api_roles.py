@@ -6,9 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from coordination import OPERATOR, Fleet, bearer, credential, play, refused, served, settings
+from coordination import OPERATOR, D, Fleet, bearer, credential, digest, manifest, play, refused, served, settings
 from listening import LIMIT, listening
+from safetensors.numpy import save
 
 from coord_server.http import access
 from edge_client import logs
@@ -182,15 +184,24 @@ def test_the_log_says_who_was_refused_where_and_what_the_operator_changed_and_re
         (join,) = (await fleet.operator("GET", "/v1/federations/fed/tokens")).json()
         assert (await fleet.operator("DELETE", f"/v1/federations/fed/tokens/{join['id']}")).status_code == 204
         assert (await fleet.operator("DELETE", "/v1/federations/fed/devices/a")).status_code == 204
+        bundle, values = digest(manifest().to_bytes()), save({"w": np.ones((D // 2, 2), np.float32)})
+        made = (await fleet.operator("POST", f"/v1/bundles/{bundle}/weights", content=values)).json()["digest"]
+        assert (await fleet.operator("DELETE", f"/v1/bundles/{made}")).status_code == 204
         for said in (
             "refused, bad-message: GET /v1/federations/{federation} from 127.0.0.1: ",
             "refused, forbidden: PATCH /v1/federations/{federation} from 127.0.0.1: a viewer's token may read",
             "DELETE /v1/viewers/{id} from 127.0.0.1: ",
             "refused, method-not-allowed: an unknown method /v1/health from 127.0.0.1: ",
             "fed: changed by the operator: min_updates = 2",
+            "fed: created by the operator",
+            f"the viewer's token {viewer['id']} is made by the operator",
             f"the viewer's token {viewer['id']} is revoked by the operator",
+            f"fed: the join token {join['id']} is made by the operator",
             f"fed: the join token {join['id']} is revoked by the operator",
             "fed: a is removed by the operator",
+            f"bundle {bundle} (small) is stored by the operator",
+            f"bundle {made} ({bundle} with other values) is stored by the operator",
+            f"bundle {made} is deleted by the operator",
         ):
             assert said in caplog.text, said
         for token in (secret, viewer["token"], fleet.join):

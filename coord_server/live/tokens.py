@@ -28,9 +28,9 @@ class JoinTokens:
         token, expires = auth.new_secret(), self._clock() + request.expires_in
         digest = auth.hashed(token)
         await asyncio.to_thread(self._metadata.add_token, digest, self.id, request.uses, expires)
-        return JoinToken(
-            token=token, id=auth.token_id(digest), federation=self.id, uses=request.uses, expires_at=expires
-        )
+        id_ = auth.token_id(digest)
+        log.info("%s: the join token %s is made by the operator", self.id, id_, extra={"federation": self.id})
+        return JoinToken(token=token, id=id_, federation=self.id, uses=request.uses, expires_at=expires)
 
     async def listed(self, after: str, limit: int) -> list[TokenSummary]:
         """The join tokens that were not revoked, by id beyond `after`. Raises StateError."""
