@@ -45,6 +45,7 @@ class Coordinator:
         """
         self.store, self.bundles = store, Bundles(store, clock, max_parameters)
         self.roles = Roles(store.metadata, operator, clock)
+        self.faulty = False  # whether the last look at the database failed
         self._clock = clock
         self._federations: dict[str, LiveFederation | UnloadedFederation] = {}
         self._looking = asyncio.Lock()
@@ -80,6 +81,7 @@ class Coordinator:
                 if logged:
                     log.info("the database can be watched again")
                 logged = 0
+            self.faulty = logged > 0
 
     async def _look(self) -> None:
         """Bring every federation up to date, load those that are new, drop the deleted ones. Raises StateError."""

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def full(*_: object) -> None:
     ],
     ids=["two wordings", "a defect first", "a defect later"],
 )
-def test_an_outage_of_the_database_is_logged_when_it_begins_and_ends(
+def test_an_outage_of_the_database_is_shown_and_logged_when_it_begins_and_ends(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -64,18 +65,22 @@ def test_an_outage_of_the_database_is_logged_when_it_begins_and_ends(
     logged: list[str],
 ) -> None:
     monkeypatch.setattr(coordinator, "WATCH", 0.0)
-    looks, known = list[int](), Metadata.known
+    looks, known, mended = list[int](), Metadata.known, Event()
 
     def failing(metadata: Metadata) -> Any:
         looks.append(1)
-        if len(looks) < 30:
+        if not mended.is_set():
             raise faults[(len(looks) + 1) % 2]
         return known(metadata)
 
-    async def script(_: Fleet) -> None:
+    async def script(fleet: Fleet) -> None:
         monkeypatch.setattr(Metadata, "known", failing)
-        while len(looks) < 40:
-            await asyncio.sleep(0.01)
+        for status in ("faulty", "ok"):
+            least = len(looks) + 10
+            while len(looks) < least:
+                await asyncio.sleep(0.01)
+            assert (await fleet.http.get("/v1/health")).json()["status"] == status
+            mended.set()
 
     caplog.set_level("INFO", "maskfleet")
     play(tmp_path, script)

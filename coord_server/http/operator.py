@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
@@ -38,8 +38,9 @@ _TAGGED: dict[int | str, dict[str, Any]] = {200: {"headers": headers({"ETag": "O
 
 @health.get("/health")
 async def show_health(served: Served) -> Health:
-    """Whether the coordinator is up. No token needed."""
-    return Health(version=version("maskfleet"), federations=len(served.federations()))
+    """Whether the coordinator is up, and can read its database. No token needed."""
+    status: Literal["ok", "faulty"] = "faulty" if served.faulty else "ok"
+    return Health(status=status, version=version("maskfleet"), federations=len(served.federations()))
 
 
 # --- federations

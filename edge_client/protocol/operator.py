@@ -174,8 +174,8 @@ class MethodSummary(Message):
 
 
 class Health(Message):
-    """The coordinator is up."""
+    """The coordinator is up; `faulty`: but cannot read its database."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok", "faulty"]
     version: str
     federations: int
