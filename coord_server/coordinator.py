@@ -62,7 +62,7 @@ class Coordinator:
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-            await self._look()
+            await self.look()
             self._sweeping = asyncio.create_task(asyncio.to_thread(self.store.sweep))
 
     async def _watch(self) -> None:
@@ -71,7 +71,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(WATCH)
             try:
-                await self._look()
+                await self.look()
             except Exception as error:
                 level, trace = (1, None) if isinstance(error, StateError) else (2, error)
                 if level > logged:
@@ -83,7 +83,7 @@ class Coordinator:
                 logged = 0
             self.faulty = logged > 0
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
         """Bring every federation up to date, load those that are new, drop the deleted ones. Raises StateError."""
         await self.roles.look()
         async with self._looking:
@@ -152,7 +152,7 @@ class Coordinator:
         await in_turn(lambda: changing.enter_context(self.store.changing(shelf, deletes=True)))
         try:
             await found.delete()
-            await self._look()  # which leaves alone what another coordinator has just made of that name
+            await self.look()  # which leaves alone what another coordinator has just made of that name
         finally:
             await asyncio.to_thread(changing.close)
 
@@ -164,7 +164,7 @@ class Coordinator:
         found = await self.find_any(id_)
         await found.operate(kind)
         if isinstance(found, UnloadedFederation):
-            await self._look()
+            await self.look()
         return await self._held(id_).shown()
 
     async def find_any(self, id_: str) -> LiveFederation | UnloadedFederation:
@@ -173,7 +173,7 @@ class Coordinator:
         Raises Refusal, StateError.
         """
         if id_ not in self._federations:
-            await self._look()
+            await self.look()
         return self._held(id_)
 
     async def find(self, id_: str) -> LiveFederation:
@@ -224,7 +224,7 @@ class Coordinator:
             raise Refusal("unauthorized", "this join token is unknown here; check it, or ask the operator for one")
         live = await self.find(joined[0])
         if (await asyncio.to_thread(self.store.metadata.head, live.id)).first != live.first:
-            await self._look()  # it was deleted and created again at another coordinator
+            await self.look()  # it was deleted and created again at another coordinator
             live = self.federation(live.id)
         if request.sample is not None:
             takes = (await asyncio.to_thread(read_manifest, self.store, live.config.bundle)).input.shape

@@ -231,7 +231,7 @@ def test_a_federation_that_another_coordinator_made_anew_while_this_one_deletes_
                 while (await second.operator("GET", FED)).status_code != 404:
                     await asyncio.sleep(0.02)
                 await second.federation()
-                await here._look()
+                await here.look()
                 made.append(here.federation("fed"))
 
             await first.federation("a", min_devices=9)

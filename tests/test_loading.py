@@ -11,6 +11,7 @@ import pytest
 from coordination import bearer, credential, pages, refused, served, until
 from typer.testing import CliRunner
 
+from coord_server.coordinator import Coordinator
 from coord_server.operator import cli as operator_cli
 from coord_server.operator.client import Operator
 from edge_client.protocol.messages import Federation
@@ -117,8 +118,11 @@ def test_a_federation_that_cannot_be_loaded_can_be_stopped_and_deleted(
 def test_another_federation_that_has_the_name_by_now_is_not_stopped_or_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made at another coordinator, which this one has not looked at yet."""
+    """Made at another coordinator, since this one has looked."""
     monkeypatch.setattr("coord_server.coordinator.WATCH", 3600.0)
+
+    async def no_look(_: Coordinator) -> None:
+        """Nothing has changed yet."""
 
     async def main() -> None:
         async with served(tmp_path) as fleet:
@@ -126,6 +130,7 @@ def test_another_federation_that_has_the_name_by_now_is_not_stopped_or_deleted(
         change(tmp_path, "update federations set config = replace(config, 'fedavg', 'nosuch')")
         async with served(tmp_path) as fleet:
             change(tmp_path, "update federations set first = first + 9, version = version + 9")
+            monkeypatch.setattr(Coordinator, "look", no_look)
             for method, path in (("POST", "/v1/federations/fed/stop"), ("DELETE", "/v1/federations/fed")):
                 assert "has just changed" in refused(await fleet.operator(method, path), "wrong-phase")
 

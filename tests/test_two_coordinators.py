@@ -22,6 +22,7 @@ from coordination import (
     bearer,
     credential,
     play,
+    refused,
     served,
     trained,
     until,
@@ -336,7 +337,7 @@ def test_a_deletion_that_a_look_meets_half_way_is_no_error_of_the_log(
             await second.federation("a", "bb")
             one, other = (f.http._transport.app.state.coordinator for f in (first, second))  # type: ignore[attr-defined]
             if here != "unknown":
-                await one._look()
+                await one.look()
                 assert (await second.operator("PATCH", FED, json={"deadline_seconds": 60.0})).status_code == 200
 
             def deleted_meanwhile(self: Metadata) -> dict[str, tables.Known]:
@@ -353,12 +354,31 @@ def test_a_deletion_that_a_look_meets_half_way_is_no_error_of_the_log(
             else:
                 with monkeypatch.context() as m:
                     m.setattr(Metadata, "known", deleted_meanwhile)
-                    await one._look()
-            await one._look()
+                    await one.look()
+            await one.look()
             assert (await first.operator("GET", "/v1/federations")).json() == []
 
     asyncio.run(main())
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+def test_the_operators_requests_at_two_coordinators_in_turn_do_as_at_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "WATCH", 1e6)
+
+    async def main() -> None:
+        async with both(tmp_path) as (first, second):
+            await first.federation()
+            assert (await second.operator("GET", FED)).status_code == 200
+            assert (await first.operator("DELETE", FED)).status_code == 204
+            await second.federation(rounds=9)
+            assert (await second.operator("GET", FED)).json()["config"]["rounds"] == 9
+            assert (await first.operator("POST", f"{FED}/tokens", json={})).status_code == 201
+            assert (await first.operator("POST", f"{FED}/stop")).status_code == 200
+            refused(await second.operator("POST", f"{FED}/tokens", json={}), "wrong-phase")
+
+    asyncio.run(main())
 
 
 def test_a_federation_that_is_replaced_while_it_is_loaded_has_its_own_settings(
@@ -384,8 +404,8 @@ def test_a_federation_that_is_replaced_while_it_is_loaded_has_its_own_settings(
 
             with monkeypatch.context() as m:
                 m.setattr(Metadata, "_of_federation", replaced_meanwhile)
-                await one._look()
-            await one._look()
+                await one.look()
+            await one.look()
             assert (await first.operator("GET", FED)).json()["config"]["rounds"] == 9
 
     asyncio.run(main())

@@ -149,7 +149,9 @@ async def operator(request: Request, served: Served, _: OperatorHeader) -> Coord
     call: Call = request.scope[CALL]
     if call.role == "viewer":
         raise Refusal("forbidden", "a viewer's token may read, not change or create; this needs the operator's token")
-    return await viewer(request, served, None)
+    await viewer(request, served, None)
+    await served.look()  # what is asked may follow from what another coordinator has just done
+    return served
 
 
 async def viewer(request: Request, served: Served, _: OperatorHeader) -> Coordinator:
