@@ -63,8 +63,10 @@ class DeviceData:
 def check(manifest: Manifest, x: NDArray[Any], y: NDArray[Any], what: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """`x`, `y` in the bundle's dtypes. Raises DataError naming `what` and the value that does not fit."""
     if x.ndim == 0 or x.shape[1:] != manifest.input.shape:
+        turned = sorted(x.shape[1:]) == sorted(manifest.input.shape)
+        advice = "transpose its axes: a reshape would mix its values" if turned else "reshape them"
         raise DataError(
-            f"{what}: a sample has shape {x.shape[1:]}, the model takes {manifest.input.shape}; reshape them, "
+            f"{what}: a sample has shape {x.shape[1:]}, the model takes {manifest.input.shape}; {advice}, "
             "or use a model that takes such samples"
         )
     _check_lengths(x, y, what)

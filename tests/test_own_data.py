@@ -494,6 +494,24 @@ def test_pictures_are_normalised_by_channel_also_for_a_model_that_takes_them_fla
     np.testing.assert_allclose(both.normalisation.apply(raw.x), both.devices["device-0"].x, atol=1e-5)
 
 
+def test_samples_of_other_axes_are_refused_and_not_mixed(tmp_path: Path) -> None:
+    x, y = np.arange(40 * 12.0).reshape(40, 2, 2, 3), np.arange(40) % 2
+    np.savez(tmp_path / "channels_last.npz", x=x, y=y)
+    config = DataConfig(name="npz", path=tmp_path / "channels_last.npz", devices=1)
+    with pytest.raises(DataError, match=r"shape \(2, 2, 3\), the model takes \(3, 2, 2\); transpose its axes"):
+        load(config, 0, manifest((3, 2, 2), 2))
+    with pytest.raises(DataError, match=r"shape \(2, 2, 3\), the model takes \(4, 3\); reshape them"):
+        load(config, 0, manifest((4, 3), 2))
+    for shape in ((12,), (1, 2, 2, 3)):
+        assert load(config, 0, manifest(shape, 2))["device-0"].x.shape[1:] == shape
+
+
+def test_a_devices_file_is_refused_as_join_refuses_it(tmp_path: Path) -> None:
+    np.savez(tmp_path / "pi.npz", x=np.zeros((40, 2, 2)), y=np.arange(40) % 2)
+    with pytest.raises(DataError, match=r"pi\.npz: a sample has shape \(2, 2\), the model takes \(4,\); reshape them"):
+        load(DataConfig(name="npz", path=tmp_path), 0, manifest((4,), 2))
+
+
 def test_the_margin_around_an_image_stays_zero(tmp_path: Path) -> None:
     raw = np.random.default_rng(0).random((40, 28, 28)).astype(np.float32)
     np.savez(tmp_path / "raw.npz", x=raw, y=np.arange(40) % 2)

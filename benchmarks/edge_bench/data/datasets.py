@@ -251,10 +251,7 @@ def _fitted(config: DataConfig, fleet: DeviceFiles, seed: int, manifest: Manifes
     if config.devices is not None and config.devices > len(names):
         raise ConfigError(f"{config.called} has {len(names)} devices; devices = {config.devices} is too many")
     shape = manifest.input.shape
-    files = {
-        name: replace(f, arrays={k: scaling.shaped(a, shape) if k[0] == "x" else a for k, a in f.arrays.items()})
-        for name, f in list(fleet.devices.items())[: config.devices]
-    }
+    files = dict(list(fleet.devices.items())[: config.devices])
     already = any("normalised" in f.arrays for f in fleet.devices.values())
     said = None if already else manifest.input.normalisation
     if config.standardise:

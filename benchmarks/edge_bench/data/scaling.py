@@ -29,10 +29,17 @@ def scaled(x: NDArray[Any], scale: Scale | None) -> NDArray[Any]:
 
 
 def shaped(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """`x` as samples of `shape`; 28x28 images get a margin of two pixels where the model takes 32x32."""
+    """`x` as samples of `shape`, when one of both is flat or they differ in axes of length 1; else `x` as it is.
+
+    28x28 images get a margin of two pixels where the model takes 32x32.
+    """
     if prod(x.shape[1:]) == 28 * 28 and shape == (1, 32, 32):
         return np.pad(x.reshape(-1, 1, 28, 28), ((0, 0), (0, 0), (2, 2), (2, 2)))
-    return x.reshape(-1, *shape) if prod(x.shape[1:]) == prod(shape) else x
+    if prod(x.shape[1:]) != prod(shape):
+        return x
+    given, taken = ([n for n in s if n != 1] for s in (x.shape[1:], shape))
+    # [32, 32, 3] as [3, 32, 32] would mix the channels.
+    return x.reshape(-1, *shape) if given == taken or min(len(given), len(taken)) < 2 else x
 
 
 def normalisation(
