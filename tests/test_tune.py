@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sqlite3
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client import toml
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, StateError
 from edge_client.methods import Range, make_method
 from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import FederationConfig
@@ -157,6 +158,29 @@ def test_stored_trials_that_cannot_be_read_are_named_with_what_to_do(file: Path)
     (file.parent / "run.tuned.trials").write_bytes(b"no database at all, but long enough for its header" * 90)
     with pytest.raises(ConfigError, match=r"run\.tuned\.trials holds no trials: .*; delete it, or give another --out"):
         tune(file, trials=1)
+
+
+def test_a_full_disk_does_not_ask_to_delete_the_trials(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = sqlite3.OperationalError("database or disk is full")
+    connect = sqlite3.connect
+
+    class Full(sqlite3.Connection):
+        def commit(self) -> None:
+            raise full
+
+    monkeypatch.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, **named, factory=Full))
+    with pytest.raises(StateError, match=r"cannot use .*run\.tuned\.trials: database or disk is full; mend its disk"):
+        tune(file, trials=1)
+
+
+def test_trials_of_a_version_that_compared_more_are_refused_by_what_it_compared(file: Path) -> None:
+    tune(file, method="fedavg", trials=1)
+    with sqlite3.connect(file.parent / "run.tuned.trials") as stored:
+        ((asked,),) = stored.execute("SELECT value_json FROM study_user_attributes WHERE key = 'asked'")
+        older = json.dumps(json.dumps({**json.loads(json.loads(asked)), "weather": 1}))
+        stored.execute("UPDATE study_user_attributes SET value_json = ? WHERE key = 'asked'", (older,))
+    with pytest.raises(ConfigError, match=r"trials of 'fedavg' are of another weather; give another --out"):
+        tune(file, method="fedavg", trials=1)
 
 
 def test_a_second_search_on_the_same_trials_is_refused_and_the_first_one_goes_on(

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 
 import optuna
 from edge_kernels import counter
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from edge_bench import records, toml_text
 from edge_bench.curves import amount
@@ -32,7 +32,7 @@ from edge_bench.simulation.workers import WorkerEndedError
 from edge_client.authored import described
 from edge_client.bundle import Bundle
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError, MaskfleetError
+from edge_client.errors import ConfigError, MaskfleetError, StateError
 from edge_client.methods import Method, Range, Search
 
 RANDOM = 6  # trials drawn at random before the sampler learns from them
@@ -188,7 +188,7 @@ def _check_same(study: optuna.Study, label: str, plan: Plan, method: Method) -> 
     before = study.user_attrs.get("asked", text)
     if before != text:
         one, other = json.loads(before), json.loads(text)
-        differs = ", ".join(k for k in other if one.get(k) != other[k])
+        differs = ", ".join(k for k in {**one, **other} if one.get(k) != other.get(k))
         raise ConfigError(
             f"the stored trials of {label!r} are of another {differs}; give another --out, or delete the .trials file"
         )
@@ -217,11 +217,13 @@ def best(trials: Sequence[Trial], most_bytes: float | None = None) -> Trial:
 
 
 def open_trials(database: Path) -> optuna.storages.BaseStorage:
-    """The file of trials, made when it is not there. Raises ConfigError."""
+    """The file of trials, made when it is not there. Raises ConfigError, or StateError when its disk fails."""
     try:
         connect = partial(sqlite3.connect, database.resolve(), check_same_thread=False)
         # Not by a URL: a folder's name may hold ? and %, which releases of SQLAlchemy read differently.
         return optuna.storages.RDBStorage("sqlite:///trials", engine_kwargs={"creator": connect})
+    except OperationalError as error:  # its trials may all be there
+        raise StateError(f"cannot use {database}: {error.orig}; mend its disk, or give another --out") from None
     except (SQLAlchemyError, RuntimeError) as error:  # RuntimeError: trials of another version of Optuna
         raise ConfigError(f"{database} holds no trials: {described(error)}; delete it, or give another --out") from None
 
