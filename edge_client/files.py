@@ -70,10 +70,15 @@ def write_whole(
 ) -> None:
     """Replace the content of `path`: a reader, or the next start after a power cut, sees the old or the new one whole.
 
-    Raises StateError (disk full, not writable); the old content then stays.
+    A link stays; what it names is replaced. Raises StateError (disk full, not writable); the old content then stays.
     """
-    temporary = path.parent / f"{path.name}.new"  # with_name refuses "." and "/"
     with disk(path, elsewhere):
+        if path.exists() and not path.is_file():  # a pipe, or a device: /dev/stdout would be gone for all
+            with path.open("wb") as place:
+                place.writelines(chunks)
+            return
+        path = path.resolve()
+        temporary = path.parent / f"{path.name}.new"  # with_name refuses "." and "/"
         try:
             _write(temporary, chunks, mode)
             os.replace(temporary, path)

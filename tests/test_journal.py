@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import tracemalloc
 from pathlib import Path
@@ -151,6 +152,23 @@ def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path: Path, monkeypatch: 
         with pytest.raises(StateError, match=f"cannot use {folder}: .*; another"):
             write_whole(folder, b"x", elsewhere="another")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
+    """A result may go to /dev/stdout, which is a link, and must not take its place."""
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    write_whole(link, b"one")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"one"
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, b"t", b"wo")
+        assert os.read(reader, 10) == b"two"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
