@@ -10,7 +10,7 @@ import pytest
 from edge_bench import bundles
 
 from edge_client.bundle import Bundle
-from edge_client.errors import BundleError, ConfigError
+from edge_client.errors import BundleError, ConfigError, StateError
 
 torch = pytest.importorskip("torch")
 from edge_bench import pretrain  # noqa: E402
@@ -66,5 +66,5 @@ def test_an_unknown_name_and_a_folder_that_cannot_be_written_are_refused(tmp_pat
     with pytest.raises(BundleError, match="there are mlp-har"):
         opened("mlp-nowhere", tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="MASKFLEET_BUNDLES"):
+    with pytest.raises(StateError, match="MASKFLEET_BUNDLES"):
         opened("mlp-mnist", tmp_path / "file")

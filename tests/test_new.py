@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from edge_bench import new as command
 from edge_bench import own_model
+from edge_bench.command_line import check_writable
 from edge_bench.new import new, package, project
 from edge_bench.simulation import cli as simulate_cli
 from edge_bench.simulation.file import read_simulation
@@ -21,7 +23,7 @@ from processes import kept_port
 
 from edge_client import toml
 from edge_client.bundle import Bundle
-from edge_client.errors import ConfigError
+from edge_client.errors import ConfigError, StorageFullError
 from edge_client.methods import pretrained
 
 pytest.importorskip("sklearn")
@@ -90,6 +92,21 @@ def test_a_project_s_two_files_have_the_model_s_rounds_and_rate_in_every_method(
     rates = {table["lr"] for table in [*found["methods"].values(), federation["method"]]}
     assert rates == {command.RATE[template]}
     assert found["rounds"] == federation["rounds"] == command.ROUNDS[template]
+
+
+def test_a_full_disk_has_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StorageFullError, match=r"cannot use .*own: No space left on device; free some space"):
+        new(tmp_path / "own")
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_standard_output_is_no_place_for_a_result(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} -: standard output has the tables; name a file"):
+        check_writable(Path("-"), option)
 
 
 @pytest.mark.parametrize("name", ["--x", "-", "a b", "it's"])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from edge_client.bundle import MANIFEST, Bundle
 from edge_client.errors import BundleError, ConfigError
+from edge_client.files import disk
 from edge_client.named_bundles import packaged
 
 NAMES = (
@@ -108,7 +109,7 @@ def into_cache(name: str, build: Callable[[Path], None], check: Callable[[], Non
     if (folder / MANIFEST).is_file():
         return Bundle.open(folder)
     check()
-    try:
+    with disk(folder, "set MASKFLEET_BUNDLES to another folder"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as fresh:
             made = Path(fresh) / "bundle"
@@ -118,10 +119,6 @@ def into_cache(name: str, build: Callable[[Path], None], check: Callable[[], Non
             except OSError:  # another process was first
                 if not (folder / MANIFEST).is_file():
                     raise
-    except OSError as error:
-        raise ConfigError(
-            f"bundle {name!r} cannot be written to {folder}: {error.strerror}; set MASKFLEET_BUNDLES to another folder"
-        ) from error
     return Bundle.open(folder)
 
 

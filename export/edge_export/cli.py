@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from edge_client.errors import ConfigError
+from edge_client.files import disk
 from edge_export.executorch.lowering import check_installed
 from edge_export.executorch.parts import add_parts
 from edge_export.factories import SILENT, export_factory, read_about
@@ -57,7 +58,7 @@ def export(
     said = SILENT if about is None else read_about(about)
     if executorch:
         check_installed()
-    try:
+    with disk(out, "name another folder with -o"):
         bundle = export_factory(
             place,
             shape,
@@ -71,8 +72,6 @@ def export(
             about=said,
             progress=typer.echo,
         )
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name another folder with -o") from error
     if executorch:
         bundle = add_parts(bundle, most=executorch_batch, progress=typer.echo)
     m = bundle.manifest

@@ -15,7 +15,7 @@ from edge_bench.data import datasets
 from edge_bench.simulation.file import prepare, read_simulation
 from edge_client.authored import is_place
 from edge_client.data import DeviceData
-from edge_client.errors import ConfigError
+from edge_client.files import disk
 
 ABOUT = "about.toml"
 
@@ -41,12 +41,10 @@ def split(
         about["normalisation"] = divided.normalisation.model_dump()
     elif ends := m.input.between or _ends(divided.devices):
         about["between"] = ends
-    try:
+    with disk(out, "name another folder"):
         paths = datasets.write(divided.devices, out, divided.normalised)
         if about:
             (out / ABOUT).write_text(toml_text.dumps(about), "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     first = next(iter(paths))
     typer.echo(f"wrote {len(paths)} files to {out}; on a device:")
     typer.echo(f"maskfleet join URL --token TOKEN --data {shlex.quote(str(paths[first]))} --device {first}")
