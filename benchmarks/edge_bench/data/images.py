@@ -87,17 +87,17 @@ def form(
     return Form(size, colour, mean or (0.0,), deviation or (1.0,))
 
 
-def stack(pictures: Iterable[Image.Image], n: int, form: Form) -> NDArray[np.float32]:
-    """`n` pictures as samples float32[n, channels, height, width]; `form` is complete.
+def stack(pictures: Iterable[tuple[str, Image.Image]], n: int, form: Form) -> NDArray[np.float32]:
+    """`n` pictures, each with where it is from, as samples float32[n, channels, height, width]; `form` is complete.
 
     Raises DataError for one in colour where the first image, which is grey, stands for all.
     """
     assert form.size is not None
     height, width = form.size
     x = np.empty((n, form.channels, height, width), np.float32)
-    for place, picture in zip(x, pictures, strict=True):
+    for place, (whence, picture) in zip(x, pictures, strict=True):
         if form.guessed and _has_colour(picture):
-            raise DataError('the first image is grey and another has colour; set colour = "rgb", or "grey" for all')
+            raise DataError(f'the first image is grey and {whence} has colour; set colour = "rgb", or "grey" for all')
         upright = ImageOps.exif_transpose(picture)
         if upright.mode.startswith("I"):  # 16 bits a pixel: Pillow's own conversion would cut at 255
             upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
@@ -150,7 +150,7 @@ def read_folder(path: Path, wanted: Form) -> Samples:
         names = tuple(found.tolist())
 
     def decode(rows: NDArray[Any]) -> NDArray[np.float32]:
-        return stack((_read(path / files[int(i)]) for i in rows), len(rows), complete)
+        return stack(((str(f), _read(f)) for f in (path / files[int(i)] for i in rows)), len(rows), complete)
 
     rows = np.arange(len(files))
     published = published if published is not None and published.any() else None

@@ -235,7 +235,8 @@ def read_hf(path: Path, features: str | None, label: str, owner: str | None, for
         first = column[0][features]
 
         def decode(wanted: NDArray[Any]) -> NDArray[np.float32]:
-            return images.stack((column[int(i)][features] for i in wanted), len(wanted), form.of(first))
+            rows = ((f"{path}, row {i}", column[int(i)][features]) for i in wanted)
+            return images.stack(rows, len(wanted), form.of(first))
 
         return Samples(rows, y, rows, people, names, published, decode=decode, classes=classes)
     try:
