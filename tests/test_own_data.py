@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint, entry_points
 from math import prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from edge_client.bundle import Input, Manifest, Normalisation
 from edge_client.data import fit
 from edge_client.data import read as read_file
 from edge_client.errors import ConfigError, DataError
-from edge_client.targets import Classification
+from edge_client.targets import Classification, Regression
 
 
 def manifest(shape: tuple[int, ...], classes: int) -> Manifest:
@@ -126,7 +127,9 @@ def test_a_first_image_that_is_grey_makes_no_coloured_one_grey_unasked(tmp_path:
     s = read(config)
     assert not isinstance(s, DeviceFiles)
     assert s.samples(np.arange(1)).shape == (1, 1, 4, 6)
-    with pytest.raises(DataError, match='first image is grey and .*/b/0.png has colour; set colour = "rgb", or "grey"'):
+    with pytest.raises(
+        DataError, match=r'first image is grey and .*/b/0\.png has colour; set colour = "rgb", or "grey"'
+    ):
         s.samples(np.arange(2))
     for colour, channels in (("rgb", 3), ("grey", 1)):
         s = read(config.model_copy(update={"colour": colour}))
@@ -504,6 +507,18 @@ def test_samples_of_other_axes_are_refused_and_not_mixed(tmp_path: Path) -> None
         load(config, 0, manifest((4, 3), 2))
     for shape in ((12,), (1, 2, 2, 3)):
         assert load(config, 0, manifest(shape, 2))["device-0"].x.shape[1:] == shape
+
+
+def test_labels_with_names_are_no_numbers_to_predict_and_have_the_bundles_order(tmp_path: Path) -> None:
+    np.savez(tmp_path / "text.npz", x=np.arange(40.0).reshape(40, 1), y=np.array(["9", "10"] * 20))
+    config = DataConfig(name="npz", path=tmp_path / "text.npz", devices=1)
+    predicts = manifest((1,), 2).model_copy(update={"target": Regression(outputs=1)})
+    with pytest.raises(DataError, match="labels are names, such as '10', and the model predicts numbers"):
+        load(config, 0, predicts)
+    for names, right in ((("10", "9"), True), (("nine", "ten"), True), (("9", "10"), False)):
+        named = manifest((1,), 2).model_copy(update={"class_names": names})
+        with nullcontext() if right else pytest.raises(DataError, match="numbered 10, 9, those of the bundle 9, 10"):
+            assert load(config, 0, named)["device-0"].y.max() == 1
 
 
 def test_a_devices_file_is_refused_as_join_refuses_it(tmp_path: Path) -> None:

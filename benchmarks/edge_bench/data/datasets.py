@@ -197,6 +197,8 @@ def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | 
         found = read(config, manifest.input.shape)
     if isinstance(found, DeviceFiles):
         return _fitted(config, found, seed, manifest)
+    if found.classes:
+        _check_classes(found.classes, manifest, config.called)
     manifest.target.check(found.y, config.called)  # here errors name a sample by its place in the whole
     s, shares = divide(config, seed, found)
     _check_memory(config, shares, manifest)
@@ -218,6 +220,20 @@ def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | 
         one = s.samples(next(iter(shares.values())).train[:1])
         said = scaling.normalisation(config, scale, one.shape[1:], manifest.input.shape)
     return Divided(devices, s.classes, not raw or said is not None or by_table, said)
+
+
+def _check_classes(classes: tuple[str, ...], manifest: Manifest, what: str) -> None:
+    """Raise DataError when labels with names are to be numbers, or the bundle has the names in another order."""
+    if manifest.target.labels(1).dtype.kind == "f":
+        raise DataError(
+            f"{what}: labels are names, such as {classes[0]!r}, and the model predicts numbers; give numbers, "
+            "or export it for classification"
+        )
+    if classes != manifest.class_names and sorted(classes) == sorted(manifest.class_names):
+        raise DataError(
+            f"{what}: the classes are numbered {', '.join(classes)}, those of the bundle "
+            f"{', '.join(manifest.class_names)}; export it with class_names in the order of the data"
+        )
 
 
 def _sides(config: DataConfig, share: Share, unit: NDArray[np.int64], seed: int, what: str) -> tuple[Rows, Rows, Rows]:
