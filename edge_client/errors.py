@@ -22,7 +22,7 @@ A message has what happened, the value, and what to do next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from reprlib import Repr
 from typing import TYPE_CHECKING, Protocol
@@ -158,10 +158,11 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {spelt[near[0]]!r}?" if near else ""
 
 
-def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = (), secret: bool = False) -> str:
+def first_fault(error: Faults, whole: str = "message", names: Collection[str] = (), secret: bool = False) -> str:
     """The first fault as "FIELD = value: why". An unknown field comes before a missing one: it may be its misspelling.
 
-    `whole` is said when it is no single field; of the outermost fields' `names` one is suggested for an unknown one.
+    `whole` is said when it is no single field; for an unknown one of the outermost fields' `names` one is suggested,
+    or all are said.
     With `secret` the value is left out.
     """
     faults = error.errors()
@@ -176,5 +177,7 @@ def first_fault(error: Faults, whole: str = "message", names: Iterable[str] = ()
     why = SENTENCES.get(first.get("ctx", {}).get("pattern", ""), why)
     why = _WORDS.get(first["type"], why)
     if first["type"] == "extra_forbidden":
-        why = "there is no such setting" + (suggestion(where, names) if len(first["loc"]) == 1 else "")
+        why = "there is no such setting"
+        if names and len(first["loc"]) == 1:
+            why += suggestion(where, names) or f"; there are {', '.join(names)}"
     return f"{where}{value}: {why}"

@@ -390,7 +390,7 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_runs(tmp_
     [
         ({"rounds": 0}, "rounds = 0"),
         ({"methods": {}}, "methods"),
-        ({"alchemy": 9}, "alchemy = 9: there is no such setting$"),
+        ({"alchemy": 9}, "alchemy = 9: there is no such setting; there are bundle, data, "),
         ({"round": 9}, "round = 9: there is no such setting; did you mean 'rounds'\\?"),
         ({"method": {"name": "fedavg"}}, r"needs a table \[methods.NAME\] for each method"),
         ({"methods": [{"name": "fedavg"}]}, r"needs a table \[methods.NAME\] for each method"),
