@@ -142,6 +142,8 @@ def arrays_of(path: Path) -> dict[str, NDArray[Any]]:
         with np.load(path, allow_pickle=False) as z:
             found = {name: z[name] for name in z}
     except Exception as error:  # zipfile, its decompressors and numpy's parser raise nearly anything on a bad file
+        if "Object arrays" in str(error):  # numpy's, of a table of mixed columns
+            raise DataError(f"{path} holds Python objects; give numbers, such as x.astype('float32')") from None
         raise DataError(f"{path} is not a readable .npz file ({type(error).__name__}: {error}); {ADVICE}") from None
     for name, array in found.items():
         if not isinstance(array, np.ndarray):

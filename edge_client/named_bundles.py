@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from edge_client.authored import is_place
 from edge_client.bundle import MANIFEST
 from edge_client.errors import ConfigError, suggestion
 from edge_client.extras import installed, ours
@@ -45,6 +46,8 @@ def bundle_path(name: str, beside: Path = Path()) -> Path:
 def bundle_folder(name: str, beside: Path, *others: str) -> Path:
     """The folder of a bundle, by `bundle_path`. Raises ConfigError, which also lists the `others` that are accepted."""
     folder = bundle_path(name, beside)
+    if is_place(name):
+        raise ConfigError(f"bundle {name!r} is a function; `maskfleet export {name} -o FOLDER` makes a bundle's folder")
     if not (folder / MANIFEST).is_file():
         known = [*packaged(), *others]
         why = f"the folder {folder} holds no {MANIFEST}" if folder.is_dir() else f"there is no folder {folder}"

@@ -156,6 +156,9 @@ def test_a_bundle_s_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         ConfigError, match=rf"bundle 'digit': there is no folder {folder}; name .*did you mean 'digits'"
     ):
         create(file)
+    file.write_text('bundle = "model.py:build"\nrounds = 1\n')
+    with pytest.raises(ConfigError, match=r"'model\.py:build' is a function; `maskfleet export model\.py:build -o"):
+        create(file)
 
 
 def test_a_bad_device_name_is_a_sentence_and_leaves_no_state_folder(tmp_path: Path) -> None:

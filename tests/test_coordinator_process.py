@@ -221,7 +221,7 @@ def test_the_operators_client_says_what_is_wrong(tmp_path: Path) -> None:
             assert operator.health().federations == 0
             process.kill()
             process.wait()
-            with pytest.raises(UnreachableError, match="is the coordinator running"):
+            with pytest.raises(UnreachableError, match="is the coordinator running there"):
                 operator.health()
 
 

@@ -64,7 +64,8 @@ class Operator:
             response = self._http.request(method, path, **body)
         except (httpx.RequestError, httpx.InvalidURL) as error:  # the second: a redirect to what is no address
             raise UnreachableError(
-                f"{self._http.base_url} does not answer ({broken(error)}); is the coordinator running?"
+                f"{self._http.base_url} does not answer ({broken(error)}); is the coordinator running there? "
+                "--url or MASKFLEET_URL names another address"
             ) from None
         if response.is_success:
             return response
