@@ -95,12 +95,17 @@ def test_a_project_s_two_files_have_the_model_s_rounds_and_rate_in_every_method(
 
 
 def test_a_full_disk_has_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    write = Path.write_text
+
+    def full(path: Path, text: str, encoding: str) -> int:
+        write(path, text[:9], encoding)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(StorageFullError, match=r"cannot use .*own: No space left on device; free some space"):
-        new(tmp_path / "own")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(StorageFullError, match=r"cannot use .*own: No space left on device; free some space, then"):
+            new(tmp_path / "own")
+    new(tmp_path / "own")  # the same command again
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -82,6 +83,18 @@ def check_new_folder(path: Path) -> None:
     """Raise ConfigError unless `path` is an empty folder, or nothing yet."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} is {'not empty' if path.is_dir() else 'a file'}; name an empty or a new folder")
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[None]:
+    """Write into a folder that `check_new_folder` passed; it is empty again when that fails. Raises StateError."""
+    with disk(folder, "name another folder"):
+        try:
+            yield
+        except BaseException:
+            for written in folder.iterdir() if folder.is_dir() else ():
+                shutil.rmtree(written) if written.is_dir() else written.unlink()
+            raise
 
 
 def check_folder(path: Path) -> None:

@@ -12,9 +12,8 @@ from typing import Annotated, Literal
 import typer
 
 from edge_bench.bundles import can_export
-from edge_bench.command_line import check_new_folder, name_from
+from edge_bench.command_line import check_new_folder, filling, name_from
 from edge_client.errors import ConfigError
-from edge_client.files import disk
 from edge_client.methods import installed_methods
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -34,7 +33,7 @@ def new(
     """Write a small project, model.py, data.py, simulate.toml and federation.toml, that runs at once."""
     check_new_folder(folder)
     files = project(folder.resolve().name, template) if method is None else package(folder.resolve().name, method)
-    with disk(folder, "name another folder"):
+    with filling(folder):
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, "utf-8")

@@ -10,12 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from edge_bench import advice, own_model, toml_text
-from edge_bench.command_line import check_new_folder
+from edge_bench.command_line import check_new_folder, filling
 from edge_bench.data import datasets
 from edge_bench.simulation.file import prepare, read_simulation
 from edge_client.authored import is_place
 from edge_client.data import DeviceData
-from edge_client.files import disk
 
 ABOUT = "about.toml"
 
@@ -41,7 +40,7 @@ def split(
         about["normalisation"] = divided.normalisation.model_dump()
     elif ends := m.input.between or _ends(divided.devices):
         about["between"] = ends
-    with disk(out, "name another folder"):
+    with filling(out):
         paths = datasets.write(divided.devices, out, divided.normalised)
         if about:
             (out / ABOUT).write_text(toml_text.dumps(about), "utf-8")
