@@ -26,6 +26,7 @@ from edge_client.commands.stopping import end_on_signals
 from edge_client.errors import MaskfleetError
 from edge_client.events import Log, Terminal, shown
 from edge_client.extras import installed, load, needs
+from edge_client.files import FULL
 
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
@@ -235,6 +236,9 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("MASKFLEET_DEBUG"):
             raise
+        if isinstance(error, OSError) and error.errno in FULL:  # standard output, or a temporary file
+            print(f"maskfleet: {error.strerror}; free some space, then run the same command again", file=sys.stderr)
+            sys.exit(ExitCode.STATE)
         print(
             f"maskfleet: a fault of maskfleet itself: {type(error).__name__}: {error}; "
             "set MASKFLEET_DEBUG=1 to see where, and report it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -144,6 +145,19 @@ def test_wrong_usage_ends_with_code_2() -> None:
     wrong = run("join", "fleet.example.org", "--token", "t", "--data", "d.npz")
     assert wrong.returncode == ExitCode.CONFIG
     assert "not the address of a coordinator" in wrong.stderr
+
+
+def test_a_full_disk_behind_standard_output_is_no_fault_of_maskfleet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "build", lambda: full)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == ExitCode.STATE
+    assert "No space left on device; free some space" in capsys.readouterr().err
 
 
 def test_a_bundle_s_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

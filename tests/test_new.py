@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from edge_bench import new as command
 from edge_bench import own_model
-from edge_bench.command_line import check_writable
+from edge_bench.command_line import check_folder, check_writable
 from edge_bench.new import new, package, project
 from edge_bench.simulation import cli as simulate_cli
 from edge_bench.simulation.file import read_simulation
@@ -23,7 +23,7 @@ from processes import kept_port
 
 from edge_client import toml
 from edge_client.bundle import Bundle
-from edge_client.errors import ConfigError, StorageFullError
+from edge_client.errors import ConfigError, StateError, StorageFullError
 from edge_client.methods import pretrained
 
 pytest.importorskip("sklearn")
@@ -106,6 +106,14 @@ def test_a_full_disk_has_its_own_error(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(StorageFullError, match=r"cannot use .*own: No space left on device; free some space, then"):
             new(tmp_path / "own")
     new(tmp_path / "own")  # the same command again
+
+
+def test_a_result_that_this_user_may_not_write_is_the_disks_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(StateError, match=r"--json .*r\.json cannot be written: permission denied"):
+        check_writable(Path("r.json"))
+    with pytest.raises(StateError, match=r"--out .*results cannot be written: permission denied"):
+        check_folder(Path("results"))
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])

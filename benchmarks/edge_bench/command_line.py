@@ -19,7 +19,7 @@ from rich.console import Console
 
 from edge_bench import provenance
 from edge_client.commands.exit_codes import ExitCode, exit_code
-from edge_client.errors import ConfigError, MaskfleetError, suggestion
+from edge_client.errors import ConfigError, MaskfleetError, StateError, suggestion
 from edge_client.files import disk, write_whole
 
 N = TypeVar("N", int, float)
@@ -62,7 +62,8 @@ def name_from(text: str, otherwise: str) -> str:
 def check_writable(path: Path | None, option: str = "--json", source: Path | None = None) -> None:
     """Raise ConfigError, naming the `option` that gave the path, when `write_json` could not write there.
 
-    Also when it would overwrite `source`, the file that the command reads. No path is nothing to check.
+    Also when it would overwrite `source`, the file that the command reads. No path is nothing to check. Raise
+    StateError where this user may not write.
     """
     if path is None:
         return
@@ -76,7 +77,7 @@ def check_writable(path: Path | None, option: str = "--json", source: Path | Non
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder; name a file in it")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{option} {path} cannot be written: permission denied; name another file")
+        raise StateError(f"{option} {path} cannot be written: permission denied; name another file")
 
 
 def check_new_folder(path: Path) -> None:
@@ -100,13 +101,13 @@ def filling(folder: Path) -> Iterator[None]:
 def check_folder(path: Path) -> None:
     """Raise ConfigError when no file could be written into this folder, the one that `--out` names.
 
-    A folder that is not there yet is made later.
+    A folder that is not there yet is made later. Raise StateError where this user may not write.
     """
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not there.is_dir():
         raise ConfigError(f"--out {path}: {there} is a file; name a folder")
     if not os.access(there, os.W_OK):
-        raise ConfigError(f"--out {path} cannot be written: permission denied; name another folder")
+        raise StateError(f"--out {path} cannot be written: permission denied; name another folder")
 
 
 def check_plot(path: Path | None, json_file: Path | None) -> None:
