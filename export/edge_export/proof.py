@@ -187,7 +187,7 @@ def _kept(found: Arrays, which: Mapping[str, Tensor]) -> Arrays:
 
 
 def _errors(found: Mapping[str, Any], true: Values, unknown: Collection[str] = ()) -> dict[str, float]:
-    """The error of each tensor of `true`; a gradient that is zero, and what is `unknown`, against the largest of its kind."""
+    """The error of each tensor of `true`. A zero gradient, or what is `unknown`, is measured against the largest."""
     nothing = _nothing(true).union(unknown)
     scale = {k: _largest(true, k.partition(":")[0]) if k in nothing else 0.0 for k in true}
     return {k: _error(np.asarray(found[k]), t, scale[k]) for k, t in true.items()}
