@@ -177,11 +177,11 @@ def test_a_dropped_upload_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.
         transport: Any = fleet.http._transport
         app = transport.app
         shown = {"Maskfleet-Lease": lease, "Content-Digest": content_digest(b"x"), **bearer(credential("a"))}
+        part = manifest(64).to_bytes()
+        await fleet.operator("POST", "/v1/bundles", content=part)
         caplog.set_level("INFO", "maskfleet")
         caplog.clear()
         await drop(app, "/v1/federations/fed/rounds/1/updates/a", shown)
-        part = manifest(64).to_bytes()
-        await fleet.operator("POST", "/v1/bundles", content=part)
         await drop(app, f"/v1/bundles/{digest(part)}/parts/train.onnx", bearer(OPERATOR))
         await drop(app, "/v1/enrol", {"Content-Type": "application/json"}, "POST")
         assert [r.levelname for r in caplog.records if r.name == "maskfleet"] == ["INFO", "INFO", "INFO"]

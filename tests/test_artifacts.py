@@ -200,7 +200,8 @@ def test_a_model_that_overflows_at_extreme_inputs_has_artifacts(tmp_path: Path, 
 
 
 def test_a_writer_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "edge_export.executorch.artifacts", None)
+    monkeypatch.delitem(sys.modules, "edge_export.executorch.artifacts", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(
         ConfigError, match=r"'pte' needs .*, which is not installed; run: pip install 'maskfleet\[author"
     ):

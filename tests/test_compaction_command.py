@@ -26,7 +26,7 @@ def test_values_become_a_model_on_what_their_zeros_leave(tmp_path: Path, capsys:
     personal = personal_of(bundle, MLP_VALUES)
     stored = {k: np.ascontiguousarray(v) for k, v in views(bundle.manifest.parameters, personal.parameters).items()}
     save_file(stored, tmp_path / "values.safetensors")
-    compact(tmp_path, tmp_path / "values.safetensors", tmp_path / "small.onnx", align="none")
+    compact(str(tmp_path), tmp_path / "values.safetensors", tmp_path / "small.onnx", align="none")
     np.testing.assert_allclose(run(tmp_path / "small.onnx", np.ones((1, 2), np.float32)), [[23.75, -40.0]])
     assert sum(np.prod(t.dims) for t in onnx.load(tmp_path / "small.onnx").graph.initializer) == 7
     assert "17 -> 7 parameters" in capsys.readouterr().out
@@ -45,5 +45,5 @@ def test_what_does_not_fit_is_refused_with_the_tensor(tmp_path: Path) -> None:
         ("missing.safetensors", "does not open"),
     ):
         with pytest.raises(BundleError, match=words):
-            compact(tmp_path, tmp_path / file, tmp_path / "small.onnx")
+            compact(str(tmp_path), tmp_path / file, tmp_path / "small.onnx")
     assert not (tmp_path / "small.onnx").exists()
