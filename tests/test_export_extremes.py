@@ -212,6 +212,19 @@ def test_a_running_mean_of_zero_is_no_fault_and_one_percent_of_the_statistics_is
         proof.prove(*given[:2], _scaled(given[2], "new:norm.running_var", 1.01), given[3])
 
 
+def test_a_statistic_or_gradient_that_is_only_rounding_is_allowed_no_share_of_the_largest() -> None:
+    """The random roundings multiply such a tensor, which says nothing of how large it may be beside the others."""
+    for kind in ("grad", "new"):
+        true, own, rounded = (
+            {f"{kind}:large": torch.ones(1), f"{kind}:small": torch.full((1,), small)} for small in (1e-8, 3e-8, 5e-8)
+        )
+        best = proof.Best()
+        assert not best.add({k: t.numpy() for k, t in true.items()} | {f"{kind}:small": np.full(1, 0.05)}, own, true)
+        best.allow(rounded, own, true)
+        with pytest.raises(ModelError, match="'small'"):
+            best.check(5)
+
+
 class _OverSteps(nn.Module):
     """A layer on each of 2,048 steps, and the mean over them: its bias has the sum of 32,768 gradients of a batch."""
 

@@ -77,16 +77,16 @@ class Best:
 
     def add(self, found: Arrays, own: Values, true: Values) -> bool:
         """Whether every tensor was right in a draw."""
-        unknown = {k for k, error in _errors(own, true).items() if k.startswith(("grad:", "new:")) and error >= 1}
+        unknown = _unknown(own, true)
         for name, error in _errors(found, true, unknown).items():
             self.errors[name] = min(self.errors.get(name, np.inf), error)
         for name, error in _errors(own, true, unknown).items():
             self.levels[name] = max(self.levels.get(name, 0.0), error)
         return max(self.errors.values()) <= TOLERANCE
 
-    def allow(self, rounded: Values, true: Values) -> None:
+    def allow(self, rounded: Values, own: Values, true: Values) -> None:
         """Count the errors of a step with random roundings as float32's own."""
-        for name, error in _errors(rounded, true).items():
+        for name, error in _errors(rounded, true, _unknown(own, true)).items():
             self.levels[name] = max(self.levels[name], error)
 
     def check(self, n: int, part: str = GRAPH, advice: str = BRANCHES) -> None:
@@ -112,9 +112,10 @@ def prove(witness: Witness, example: Tensor, train: ModelProto, evaluation: Mode
             step = Step(values, held, draw(n), labels(target, n, random))
             true = witness.step(step, wide=True)
             told |= {*true} - _nothing(true)
-            if best.add(graphs.step(step), witness.step(step), true):
+            own = witness.step(step)
+            if best.add(graphs.step(step), own, true):
                 break
-            best.allow(witness.step(step, wide=True, rounding=Rounding(random)), true)
+            best.allow(witness.step(step, wide=True, rounding=Rounding(random)), own, true)
         best.check(n)
         found.append(best)
     for what, scale in EXTREMES.items():
@@ -197,6 +198,11 @@ def _nothing(true: Values) -> set[str]:
     """The gradients below `ZERO` of the largest."""
     least = ZERO * _largest(true, "grad")
     return {k for k, t in true.items() if k.startswith("grad:") and not bool((t.abs() > least).any())}
+
+
+def _unknown(own: Values, true: Values) -> set[str]:
+    """The gradients and statistics of which PyTorch's float32 has no digit right."""
+    return {k for k, error in _errors(own, true).items() if k.startswith(("grad:", "new:")) and error >= 1}
 
 
 def _largest(true: Values, kind: str) -> float:
