@@ -148,7 +148,8 @@ def test_a_name_is_kept_with_its_parameter_in_one_form() -> None:
     assert values.checked_name("topk:0.10") == "topk:0.1"
     assert [values.checked_name(name) for name in ("eden", "eden:1.0", "qsgd:07")] == ["eden", "eden:1", "qsgd:7"]
     assert values.checked_name("drive:mse") == "drive:mse"
-    assert registry.one_form("theirs:1234567") == "theirs:1234567"
+    for theirs in ("theirs:1234567", "theirs:1e5", "theirs:0012", "theirs:2024_01", "theirs:0.123456789"):
+        assert registry.one_form(theirs, values.VALUES) == theirs
     assert values.encode("eden", np.ones(9), 0) == values.encode("eden:1", np.ones(9), 0)
     with pytest.raises(CodecError, match="'float16' takes no parameter"):
         values.codec("float16:2")

@@ -102,7 +102,7 @@ def codec(name: str) -> SetCodec:
 def checked_name(name: str) -> str:
     """The name of a set codec in one form, for a setting. Raises CodecError as `codec` does."""
     codec(name)
-    return registry.one_form(name)
+    return registry.one_form(name, CODECS)
 
 
 def _checked(contexts: Contexts | None, d: int) -> Contexts | None:

@@ -40,13 +40,15 @@ def find(name: str, builtin: Mapping[str, Codec], group: str, what: str) -> Code
         raise CodecError(f"{what} {name!r}: {error}") from None
 
 
-def one_form(name: str) -> str:
-    """The name with a parameter that is a number in its shortest form, so that ``topk:0.10`` is ``topk:0.1``."""
+def one_form(name: str, builtin: Mapping[str, object]) -> str:
+    """The name with a parameter that is a number in its shortest form, so that ``topk:0.10`` is ``topk:0.1``.
+
+    Parameters of other packages' codecs stay as they are: 1e5 may be a word there.
+    """
     family, colon, text = name.partition(":")
-    with suppress(ValueError):
-        return f"{family}{colon}{int(text)}"
-    with suppress(ValueError):
-        return f"{family}{colon}{float(text):g}"
+    if family in builtin:
+        with suppress(ValueError):
+            return f"{family}{colon}{float(text):g}"
     return name
 
 

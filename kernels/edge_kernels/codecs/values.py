@@ -90,7 +90,7 @@ def codec(name: str) -> ValueCodec:
 def checked_name(name: str) -> str:
     """The name of a value codec in one form, for a setting. Raises CodecError as `codec` does."""
     codec(name)
-    return registry.one_form(name)
+    return registry.one_form(name, VALUES)
 
 
 def encode_parts(name: str, values: NDArray[Any], ends: Sequence[int], stream: int) -> bytes:
