@@ -519,6 +519,9 @@ def test_labels_with_names_are_no_numbers_to_predict_and_have_the_bundles_order(
         named = manifest((1,), 2).model_copy(update={"class_names": names})
         with nullcontext() if right else pytest.raises(DataError, match="numbered 10, 9, those of the bundle 9, 10"):
             assert load(config, 0, named)["device-0"].y.max() == 1
+    more = manifest((1,), 3).model_copy(update={"class_names": ("1", "10", "9")})  # of which the data lack the first
+    with pytest.raises(DataError, match="numbered 10, 9, those of the bundle 1, 10, 9; give numbers, or export it"):
+        load(config, 0, more)
 
 
 def test_a_devices_file_is_refused_as_join_refuses_it(tmp_path: Path) -> None:

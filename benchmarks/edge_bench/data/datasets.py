@@ -223,16 +223,17 @@ def divided(config: DataConfig, seed: int, manifest: Manifest, found: Samples | 
 
 
 def _check_classes(classes: tuple[str, ...], manifest: Manifest, what: str) -> None:
-    """Raise DataError when labels with names are to be numbers, or the bundle has the names in another order."""
+    """Raise DataError when labels with names are to be numbers, or the bundle numbers a name otherwise."""
     if manifest.target.labels(1).dtype.kind == "f":
         raise DataError(
             f"{what}: labels are names, such as {classes[0]!r}, and the model predicts numbers; give numbers, "
             "or export it for classification"
         )
-    if classes != manifest.class_names and sorted(classes) == sorted(manifest.class_names):
+    number = {name: i for i, name in enumerate(manifest.class_names)}
+    if any(number.get(name, i) != i for i, name in enumerate(classes)):
         raise DataError(
             f"{what}: the classes are numbered {', '.join(classes)}, those of the bundle "
-            f"{', '.join(manifest.class_names)}; export it with class_names in the order of the data"
+            f"{', '.join(manifest.class_names)}; give numbers, or export it with class_names in the order of the data"
         )
 
 
