@@ -105,3 +105,28 @@ def test_constants_of_heads_that_are_joined_with_the_windows_of_a_batch_are_repe
     tensors["a"][:] = 0
     made = compacted(freeze(model, tensors), 8, 4)
     assert [n.op_type for n in made.graph.node].count("MatMul") == 2  # without that by `a`
+
+
+CONSTANT_FACTOR = """
+<ir_version: 9, opset_import: ["" : 20]>
+g (float[n,8,4] x, float[4,6] a, float[6] s, float[4,6] b) => (float[n,2,4,4] y)
+<int64[3] rows = {-1, 4, 6}, int64[3] columns = {-1, 6, 4}, int64[4] back = {-1, 2, 4, 4}, int64[1] last = {2}> {
+  c = MatMul(x, a)
+  d = Add(c, s)
+  e = Reshape(d, rows)
+  f = Mul(e, e)
+  h = ReduceSum(f, last)
+  i = Div(e, h)
+  k = MatMul(x, b)
+  m = Reshape(k, columns)
+  r = MatMul(i, m)
+  y = Reshape(r, back)
+}
+"""
+
+
+def test_a_factor_that_is_constant_in_every_window_is_one_for_the_windows_of_all_samples() -> None:
+    model, tensors = drawn(CONSTANT_FACTOR)
+    tensors["a"][:] = 0
+    made = compacted(freeze(model, tensors), 8, 4)
+    assert [n.op_type for n in made.graph.node].count("MatMul") == 2  # without that by `a`

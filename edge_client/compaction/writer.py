@@ -253,7 +253,7 @@ class Writer:
         flat = self.study.facts(value).value.reshape(-1)
         if value not in self.pieces:
             held = np.where(wanted >= 0, flat[np.maximum(wanted, 0)], 0).astype(flat.dtype)
-            return self.batched(value, held) if batch else self.constant(held)
+            return self.batched(value, held) if batch else self.constant(self._broadcast(value, held))
         piece = self.pieces[value]
         if np.array_equal(piece.ids, wanted):
             return piece.name
@@ -282,11 +282,16 @@ class Writer:
             raise Ragged(value, "one that varies is gone")
         flat = self.study.facts(value).value.reshape(-1)
         fill = np.where(ids >= 0, flat[at], np.zeros(1, flat.dtype))
-        for axis in self.study.merged(value):  # equal for all places and samples there, of which a batch has more
-            fill = np.take(fill, [0], axis)
+        fill = self._broadcast(value, fill)
         if not fill.any():
             return name
         return self.emit("Add" if self.net.is_float(value) else "Or", [name, self.mapped(fill)])
+
+    def _broadcast(self, value: str, held: Array) -> Array:
+        """Constants `held` of `value` once for all places and samples of a merged axis, of which a batch has more."""
+        for axis in self.study.merged(value):
+            held = np.take(held, [0], axis)
+        return held
 
     def padded(
         self, name: str, axis: int, rank: int, length: int, places: Ids, absent: NDArray[np.bool_], whole: bool
