@@ -79,17 +79,14 @@ class Subnetworks:
 
     def pruned(self, task: Task, w: F64, units: Units, buffers: F32) -> Units:
         """One step of the device's pruning, where its score allows it and the target asks for it."""
-        size, goal = self.live(units).sum(), self.c.target * len(w)
+        fixed = self.live([np.zeros_like(u) for u in units]).sum()  # in no group
+        size, goal = self.live(units).sum() - fixed, self.c.target * (len(w) - fixed)
         if size <= goal or task.score(self.made(w, units, buffers), "validation") <= self.c.threshold:
             return units
         most, left = max(goal, (1 - self.c.rate) * size), [u.copy() for u in units]
-        while self.live(left).sum() > most:
+        while self.live(left).sum() - fixed > most:
             lost = [1 - (u.sum() - 1) / old.sum() for u, old in zip(left, units, strict=True)]
-            stays = [max(self.c.target * len(u), (1 - self.c.rate) * u.sum()) for u in units]
-            lost = [
-                x if u.sum() - 1 >= max(1, np.floor(n + 1e-9)) else np.inf
-                for x, u, n in zip(lost, left, stays, strict=True)
-            ]
+            lost = [np.inf if u.sum() == 1 else share for u, share in zip(left, lost, strict=True)]
             if min(lost) == np.inf:
                 break
             layer = int(np.argmin(np.round(lost, 9)))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy_mlp import CountingSteps, clusters, course, grouped, mlp, model, task
 from rounds import Rounds
 
-from edge_client.bundle import F32, Init, Tensor, views
+from edge_client.bundle import F32, Init, Manifest, Tensor, views
 from edge_client.errors import ConfigError, LostError, PayloadError
 from edge_client.global_model import global_model
 from edge_client.methods import make_method
@@ -107,7 +107,7 @@ def test_a_step_removes_as_few_units_as_reach_the_size_and_the_same_share_of_eac
 ) -> None:
     start = units(*(i for i in removed if i not in (0, 10)))
     now, most = counts(start), share * M.d
-    after = shrunk(start, most, [1, 1])
+    after = shrunk(start, most)
     if parameters_with(M, now) <= most:
         assert after == now
         return
@@ -123,7 +123,7 @@ def test_a_step_removes_as_few_units_as_reach_the_size_and_the_same_share_of_eac
 
 def test_a_size_that_is_met_exactly_is_small_enough() -> None:
     for left in ([10, 8], [9, 8], [9, 7]):
-        assert shrunk(whole(M), parameters_with(M, left), [1, 1]) == left
+        assert shrunk(whole(M), parameters_with(M, left)) == left
 
 
 def test_the_units_of_least_norm_go_and_removed_ones_stay_removed() -> None:
@@ -204,17 +204,26 @@ def test_each_step_removes_the_rate_of_what_is_left_and_not_of_the_whole_network
         now, before = Received(own, local.trained.parameters, NONE, own.digest), after
 
 
-def test_a_layer_does_not_pay_for_others_that_cannot_be_pruned() -> None:
-    m = M.model_copy(update={"groups": M.groups[1:]})  # of 10 and 8 units only the 8 may go: never 80 % of the network
-    data, method = clusters(m, 1), Hermes(threshold=-1, target=0.3, rate=0.2, epochs=1)
+def steps(m: Manifest, n: int, **settings: float) -> list[list[int]]:
+    """The units of each group after each of `n` steps with the gate open."""
+    data, method = clusters(m, 1), Hermes(threshold=-1, epochs=1, **settings)
     t, left = task(m, data=replace(data, x_val=data.x, y_val=data.y)), []
     now = Received(whole(m), model(m).parameters, NONE, whole(m).digest)
-    for _ in range(8):
+    for _ in range(n):
         local = method.local_round(t, None, now)
-        own = Units(m, bits.unpack(local.kept.units, 8))
-        left += counts(own)
+        own = Units(m, bits.unpack(local.kept.units, sum(g.size for g in m.groups)))
+        left.append(counts(own))
         now = Received(own, local.trained.parameters, NONE, own.digest)
-    assert left == [6, 4, 3, 2, 2, 2, 2, 2]
+    return left
+
+
+def test_a_layer_does_not_pay_for_others_that_cannot_be_pruned() -> None:
+    m = M.model_copy(update={"groups": M.groups[1:]})  # of 10 and 8 units only the 8 may go: never 80 % of the network
+    assert steps(m, 6, target=0.3, rate=0.2) == [[6], [4], [3], [2], [2], [2]]
+
+
+def test_a_narrow_layer_does_not_pay_for_a_wide_one() -> None:
+    assert steps(grouped(mlp(20, 5, 200, 10)), 7, target=0.3, rate=0.2)[-1] == [4, 60]
 
 
 def test_the_last_layer_is_whole_and_every_layer_keeps_a_unit_however_small_the_target() -> None:

@@ -11,16 +11,15 @@ network: a removed unit is gone, with its bias, its batch-norm row and its slice
   parameters instead, ``change.CODEC`` (`value_changes`). The residual of `feedback` is that of the live parameters.
 - Batch-norm statistics stay on the device.
 
-Where the paper leaves a choice (docs/methods/hermes.md): the ratio of live parameters falls by `rate` a step until it
-is at most `target`, the last step not further than that; units are removed by L2 norm, the same share of each
-layer, never of the last; a parameter becomes the mean over the round's devices that have it, whose weights are
-equal, and stays when none has. There is one global tensor. With ``state = "client"`` there is one for each device: the
-means of the last round that it took part in, at first the bundle's values.
+Where the paper leaves a choice (docs/methods/hermes.md): the ratio of live parameters, of those that belong to units,
+falls by `rate` a step until it is at most `target`, the last step not further than that; units are removed by L2 norm,
+the same share of each layer, never of the last; a parameter becomes the mean over the round's devices that have it,
+whose weights are equal, and stays when none has. There is one global tensor. With ``state = "client"`` there is one for
+each device: the means of the last round that it took part in, at first the bundle's values.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
@@ -268,17 +267,14 @@ class Hermes(Coded):
     def _prune(self, task: Task, received: Received) -> Units:
         """The units after this round's step: fewer when the gate is open."""
         units, m = received.units, received.units.manifest
-        live = counts(units)
-        now = parameters_with(m, live)
+        fixed = parameters_with(m, [0] * len(m.groups))
+        # Of what is in groups alone: units do not go in the place of parameters that are in none.
+        now, goal = parameters_with(m, counts(units)) - fixed, self.target * (m.d - fixed)
         model = Personal(received.parameters[units.places], received.buffers[units.small.buffers])
-        if now <= self.target * m.d or task.narrow(units.channels).score(model, "validation") <= self.threshold:
+        if now <= goal or task.narrow(units.channels).score(model, "validation") <= self.threshold:
             return units
-        most = max(self.target * m.d, (1 - self.rate) * now)
-        # Units do not go in the place of parameters that are in no group: to within a unit, a group loses no larger
-        # share of its units than a network of such groups alone loses of its parameters.
-        stay = [max(self.target * g.size, (1 - self.rate) * n) for g, n in zip(m.groups, live, strict=True)]
-        least = [max(1, math.floor(n + 1e-9)) for n in stay]
-        return strongest(units, received.parameters, shrunk(units, most, least))
+        most = fixed + max(goal, (1 - self.rate) * now)
+        return strongest(units, received.parameters, shrunk(units, most))
 
 
 def _units(model: Model, record: Structure | None) -> Units:

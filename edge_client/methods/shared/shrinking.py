@@ -37,16 +37,15 @@ def parameters_with(manifest: Manifest, counts: Sequence[int]) -> int:
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
 
 
-def shrunk(units: Units, most: float, least: Sequence[int]) -> list[int]:
+def shrunk(units: Units, most: float) -> list[int]:
     """The units of each group after the fewest removals that leave at most `most` parameters.
 
-    Groups lose the same share of their live units, to within a unit; group i keeps `least[i]`. Where these leave more
-    parameters, they stay.
+    Groups lose the same share of their live units, to within a unit; each keeps one. Without enough units to remove,
+    one a group is left.
     """
     now = counts(units)
-    shares = [np.arange(1, n - stay + 1) / n for n, stay in zip(now, least, strict=True)]
-    order = np.argsort(np.concatenate(shares), kind="stable")
-    owner = np.repeat(np.arange(len(now)), [len(s) for s in shares])[order]  # the group of each removal
+    order = np.argsort(np.concatenate([np.arange(1, n) / n for n in now]), kind="stable")
+    owner = np.repeat(np.arange(len(now)), [n - 1 for n in now])[order]  # the group of each removal
 
     def after(removals: int) -> list[int]:
         removed = np.bincount(owner[:removals], minlength=len(now))
