@@ -108,6 +108,7 @@ class Hermes(Coded):
     """Validation-gated structured pruning, group lasso, and the mean over the devices that hold a parameter."""
 
     name: ClassVar[str] = "hermes"
+    revision: ClassVar[int] = 2  # shares are of the parameters in groups
     state_type: ClassVar[type[State]] = State
     record_type: ClassVar[type[Structure]] = Structure
     kept_type: ClassVar[type[Kept]] = Kept
