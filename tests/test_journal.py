@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -169,6 +171,28 @@ def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert pipe.is_fifo()
+
+
+def test_a_result_for_standard_output_that_is_a_file_keeps_the_lines_there(tmp_path: Path) -> None:
+    """The file must not be replaced: what is printed later would go to one without a name."""
+    code = """
+from pathlib import Path
+from edge_client.files import write_whole
+print(1)
+write_whole(Path("/dev/stdout"), b"2")
+print(3)
+"""
+    out = tmp_path / "out.txt"
+    with out.open("wb") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+    assert out.read_bytes() == b"1\n23\n"
+
+
+def test_a_link_that_leads_to_itself_is_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    write_whole(link, b"one")
+    assert link.read_bytes() == b"one"
 
 
 def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
