@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from edge_bench import new as command
 from edge_bench import own_model
-from edge_bench.command_line import check_folder, check_writable
+from edge_bench.command_line import check_folder, check_writable, filling
 from edge_bench.new import new, package, project
 from edge_bench.simulation import cli as simulate_cli
 from edge_bench.simulation.file import read_simulation
@@ -106,6 +106,14 @@ def test_a_full_disk_has_its_own_error(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(StorageFullError, match=r"cannot use .*own: No space left on device; free some space, then"):
             new(tmp_path / "own")
     new(tmp_path / "own")  # the same command again
+
+
+def test_what_somebody_puts_into_a_folder_before_it_is_filled_stays(tmp_path: Path) -> None:
+    """Such as during the export of an own model, before `data split` writes."""
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty; name an empty or a new folder"), filling(tmp_path):
+        raise RuntimeError
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_result_that_this_user_may_not_write_is_the_disks_fault(monkeypatch: pytest.MonkeyPatch) -> None:

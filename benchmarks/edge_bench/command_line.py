@@ -88,7 +88,8 @@ def check_new_folder(path: Path) -> None:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[None]:
-    """Write into a folder that `check_new_folder` passed; it is empty again when that fails. Raises StateError."""
+    """Write into a new or an empty folder; it is empty again when that fails. Raises ConfigError, StateError."""
+    check_new_folder(folder)  # a long command has checked before: what somebody has put there since stays
     with disk(folder, "name another folder"):
         try:
             yield
