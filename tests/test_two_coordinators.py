@@ -27,6 +27,7 @@ from coordination import (
     trained,
     until,
 )
+from dashboard_pages import form_of, log_in, said, send
 from numpy.typing import NDArray
 from sqlalchemy import event as sql
 from sqlalchemy import insert
@@ -377,6 +378,24 @@ def test_the_operators_requests_at_two_coordinators_in_turn_do_as_at_one(
             assert (await first.operator("POST", f"{FED}/tokens", json={})).status_code == 201
             assert (await first.operator("POST", f"{FED}/stop")).status_code == 200
             refused(await second.operator("POST", f"{FED}/tokens", json={}), "wrong-phase")
+
+    asyncio.run(main())
+
+
+def test_a_form_of_the_dashboard_goes_by_what_another_coordinator_has_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "WATCH", 1e6)
+
+    async def main() -> None:
+        async with both(tmp_path) as (first, second):
+            await first.federation()
+            assert (await second.operator("GET", FED)).status_code == 200
+            await log_in(second)
+            form = await form_of(second)
+            assert (await first.operator("POST", f"{FED}/stop")).status_code == 200
+            answer = await send(second, "tokens", form=form, uses="1", expires_in="60")
+            assert (answer.status_code, "is stopped and enrols no more" in said(answer)) == (409, True)
 
     asyncio.run(main())
 

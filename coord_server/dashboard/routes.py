@@ -111,13 +111,14 @@ async def _form(request: Request) -> dict[str, str]:
         raise Refusal("bad-request", "the form has too many fields; open its page and send it again") from None
 
 
-async def _command(request: Request, known: Seen) -> dict[str, str]:
-    """The fields of an operator's form. Raises Refusal, SignIn."""
+async def _command(request: Request, served: Served, known: Seen) -> dict[str, str]:
+    """The fields of an operator's form, which goes by what is stored now. Raises Refusal, SignIn, StateError."""
     fields = await _form(request)
     if not known.operates:
         raise Refusal("forbidden", "a viewer changes nothing; log in with the operator's token")
     if not auth.same(known.form, fields.get("form", "")):
         raise Refusal("forbidden", "the form is from another session; go back, load the page again and repeat it")
+    await served.look()
     return fields
 
 
