@@ -27,6 +27,7 @@ from edge_client.protocol.messages import Enrol, Enrolled, Federation, Federatio
 log = logging.getLogger("maskfleet")
 
 WATCH = 0.3  # seconds between looks at what other coordinators have committed
+SILENT = 10.0  # seconds without an answer of the database after which health says so
 
 
 class Coordinator:
@@ -45,7 +46,7 @@ class Coordinator:
         """
         self.store, self.bundles = store, Bundles(store, clock, max_parameters)
         self.roles = Roles(store.metadata, operator, clock)
-        self.faulty = False  # whether the last look at the database failed
+        self._failed, self._read = False, time.monotonic()  # the last look; when the database has last answered
         self._clock = clock
         self._federations: dict[str, LiveFederation | UnloadedFederation] = {}
         self._looking = asyncio.Lock()
@@ -81,13 +82,19 @@ class Coordinator:
                 if logged:
                     log.info("the database can be watched again")
                 logged = 0
-            self.faulty = logged > 0
+            self._failed = logged > 0
+
+    @property
+    def faulty(self) -> bool:
+        """Whether the database cannot be read: it fails, or is silent, as a server's behind a broken link."""
+        return self._failed or time.monotonic() - self._read > SILENT
 
     async def look(self) -> None:
         """Bring every federation up to date, load those that are new, drop the deleted ones. Raises StateError."""
         await self.roles.look()
         async with self._looking:
             known = await asyncio.to_thread(self.store.metadata.known)
+            self._read = time.monotonic()
             for id_, held in list(self._federations.items()):
                 if id_ not in known or known[id_].first != held.first:
                     del self._federations[id_]

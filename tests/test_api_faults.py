@@ -90,6 +90,27 @@ def test_an_outage_of_the_database_is_shown_and_logged_when_it_begins_and_ends(
     assert ended.message == "the database can be watched again"
 
 
+def test_health_says_when_the_database_gives_no_answer_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "WATCH", 0.0)
+    monkeypatch.setattr(coordinator, "SILENT", 0.5)
+    known, mended = Metadata.known, Event()
+
+    def silent(metadata: Metadata) -> Any:
+        mended.wait(LIMIT)
+        return known(metadata)
+
+    async def script(fleet: Fleet) -> None:
+        monkeypatch.setattr(Metadata, "known", silent)
+        for status in ("faulty", "ok"):
+            end = time.monotonic() + LIMIT / 2
+            while (found := (await fleet.http.get("/v1/health")).json()["status"]) != status:
+                assert time.monotonic() < end, found
+                await asyncio.sleep(0.01)
+            mended.set()
+
+    play(tmp_path, script)
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
