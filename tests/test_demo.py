@@ -237,6 +237,10 @@ def test_more_steps_are_advised_with_their_number_and_after_what_random_weights_
     assert said("coupled", drawn, theta0=0.5, epochs=5, batch=16) == "more epochs, then lr and more rounds"
     assert said("fedavg", None, epochs=1) == "epochs = 5, as alone has (here 1), then lr (here 0.01), then more rounds"
     assert said("fedavg", None, batch=64) == "batch = 32, as alone has (here 64), then lr (here 0.01), then more rounds"
+    assert said("fedavg", None, batch=128, epochs=10).startswith(
+        "epochs = 5 and batch = 32, as alone has (here 10 and 128)"
+    )
+    assert said("fedavg", None, batch=64, epochs=10) == "lr (here 0.01), then more rounds"  # as many steps
 
 
 def test_hermes_whose_devices_all_stay_whole_is_named_whatever_it_scores() -> None:

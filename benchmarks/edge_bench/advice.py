@@ -16,7 +16,6 @@ from edge_client.methods.shared.local_sgd import LocalSgd
 ALONE = "standalone"  # the method of devices that train for themselves
 FEW = 100  # test samples
 PERSONAL = "a model of each device's own, by validation samples and personalise = 'best' (after local epochs: {:.3f})"
-MORE_STEPS = {"epochs": 1, "batch": -1}  # more of the one, less of the other: more steps on the same samples
 MISSED = 0.03  # three points: a method that ends further below its rival is named
 
 
@@ -81,18 +80,22 @@ def _hints(label: str, methods: Mapping[str, Method], alone: str | None, model: 
     """What most often helps the method of this label, with its rate and with what training alone has more of."""
     method, other = methods[label], methods[alone or label]
     hints = list(method.hints(model))
-    own, due = ({name: getattr(m, name, 0) for name in MORE_STEPS} for m in (method, other))
-    fewer = [name for name in own if own[name] and due[name] and (due[name] - own[name]) * MORE_STEPS[name] > 0]
-    if fewer:
+    if 0 < _steps(method) < _steps(other):
+        differ = [k for k in ("epochs", "batch") if getattr(method, k) != getattr(other, k)]
+        as_many = " and ".join(f"{name} = {getattr(other, name)}" for name in differ)
+        here = " and ".join(f"{getattr(method, name)}" for name in differ)
         at = hints.index(MORE_EPOCHS) if MORE_EPOCHS in hints else 0
-        said = MORE_EPOCHS in hints and "epochs" in fewer
-        as_many = " and ".join(f"{name} = {due[name]}" for name in fewer)
-        here = " and ".join(f"{own[name]}" for name in fewer)
+        said = MORE_EPOCHS in hints and "epochs" in differ
         hints[at : at + said] = [f"{as_many}, as {alone} has (here {here})"]
     rate = getattr(method, "lr", None)
     if isinstance(method, LocalSgd) and not rate:  # the method chooses it by the model
         rate = method.usual_lr if model is None else method.learning_rate(model)
     return [f"lr (here {rate:g})" if rate and hint == "lr" else hint for hint in hints]
+
+
+def _steps(method: Method) -> float:
+    """How often a method's local training steps on a sample in a round; 0 where it has no epochs."""
+    return getattr(method, "epochs", 0) / getattr(method, "batch", 1)
 
 
 def warn(console: Console, sentences: list[str]) -> None:
