@@ -277,15 +277,17 @@ def trained_head(model: Model) -> bool:
     return pretrained(model) and any(model.parameters[span].any() for span in last)
 
 
-def few_masked(model: Model, masked: int, kinds: str, others: str) -> str | None:
-    """A warning when masks cover fewer than half of the trainable parameters; `others` is what the rest does.
+def few_masked(model: Model, masked: int, kinds: str, others_train: bool = False) -> str | None:
+    """A warning when masks cover fewer than half of the trainable parameters.
 
-    `kinds` are the layers whose weights can have masks.
+    `kinds` are the layers whose weights can have masks; `others_train`: each device trains the rest for itself.
     """
     trainable = sum(t.size for t in model.manifest.parameters if t.trainable)
     if 2 * masked >= trainable:
         return None
-    return f"only {masked:,} of {trainable:,} trainable parameters have masks: weights of {kinds}; the others {others}"
+    stay = "on the device, which trains them" if others_train else "as the bundle has them"
+    few = f"only {masked:,} of {trainable:,} trainable parameters have masks"
+    return f"{few}: weights of {kinds}; the others stay {stay}"
 
 
 def bits_digest(packed: NDArray[np.uint8]) -> str:

@@ -205,7 +205,7 @@ class FedMap(Coded):
                 f"with dr, momentum = {self.momentum:g} carries a device's model beyond its optimum, and the "
                 "reflection doubles that; FedDR itself has momentum = 0"
             )
-        return "; ".join(said) or super().caution(course)
+        return "; ".join(said) or None
 
     def prunings(self, course: Course, round_: int) -> int:
         """How often the step schedule has pruned when a round trains. The last round's model is not pruned again."""

@@ -203,10 +203,8 @@ class FedMask(Method):
 
     def caution(self, course: Course) -> str | None:
         """A warning when fewer than half of the trainable parameters have masks."""
-        stay = "on the device, which trains them" if self.biases == "local" else "as the bundle has them"
         masked = self.division(course.model).masked.size
-        few = few_masked(course.model, masked, "linear, convolution and LSTM layers", f"stay {stay}")
-        return "; ".join(filter(None, (few, super().caution(course)))) or None
+        return few_masked(course.model, masked, "linear, convolution and LSTM layers", self.biases == "local")
 
     def start(self, course: Course) -> State:
         share = self.first_mask(course).astype(np.float32)

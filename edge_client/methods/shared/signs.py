@@ -192,10 +192,8 @@ class SignMasks(Method):
         return "the last layer is each device's own"
 
     def caution(self, course: Course) -> str | None:
-        stay = "on the device, which trains them" if self.biases == "local" else "as the bundle has them"
-        masked = self.parts(course.model).masked.size
-        few = few_masked(course.model, masked, "all linear, convolution and LSTM layers but the last", f"stay {stay}")
-        return few or super().caution(course)
+        masked, kinds = self.parts(course.model).masked.size, "all linear, convolution and LSTM layers but the last"
+        return few_masked(course.model, masked, kinds, self.biases == "local")
 
     def exchanged(self, course: Course) -> int:
         """The signs of the network that stays."""
