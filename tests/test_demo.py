@@ -31,6 +31,7 @@ from rich.console import Console
 from edge_client.bundle import Model
 from edge_client.errors import ConfigError, DataError
 from edge_client.methods import make_method
+from edge_client.methods.fedavg import FedAvg
 from edge_client.protocol.messages import Report, Round, Scores, Traffic
 from edge_client.protocol.operator import Device
 
@@ -241,6 +242,19 @@ def test_more_steps_are_advised_with_their_number_and_after_what_random_weights_
         "epochs = 5 and batch = 32, as alone has (here 10 and 128)"
     )
     assert said("fedavg", None, batch=64, epochs=10) == "lr (here 0.01), then more rounds"  # as many steps
+
+
+class Whole(FedAvg):
+    """A method of another package, which trains on all samples at once."""
+
+    batch: int = 0
+
+
+def test_a_method_whose_batch_is_no_number_of_samples_has_no_advice_on_its_steps() -> None:
+    methods = {"mine": Whole(), "alone": make_method({"name": "standalone", "epochs": 9, "batch": 4})}
+    scores = {"mine": {"score_mean": 0.5, "score_start": 0.1}, "alone": {"score_mean": 0.9, "score_start": 0.1}}
+    (said,) = warnings(scores, methods)
+    assert said.endswith("what most often helps: lr (here 0.01), then more rounds")
 
 
 def test_hermes_whose_devices_all_stay_whole_is_named_whatever_it_scores() -> None:

@@ -85,8 +85,8 @@ def _hints(label: str, methods: Mapping[str, Method], alone: str | None, model: 
         as_many = " and ".join(f"{name} = {getattr(other, name)}" for name in differ)
         here = " and ".join(f"{getattr(method, name)}" for name in differ)
         at = hints.index(MORE_EPOCHS) if MORE_EPOCHS in hints else 0
-        said = MORE_EPOCHS in hints and "epochs" in differ
-        hints[at : at + said] = [f"{as_many}, as {alone} has (here {here})"]
+        hints.insert(at, f"{as_many}, as {alone} has (here {here})")
+        hints = [hint for hint in hints if hint != MORE_EPOCHS or "epochs" not in differ]
     rate = getattr(method, "lr", None)
     if isinstance(method, LocalSgd) and not rate:  # the method chooses it by the model
         rate = method.usual_lr if model is None else method.learning_rate(model)
@@ -94,8 +94,9 @@ def _hints(label: str, methods: Mapping[str, Method], alone: str | None, model: 
 
 
 def _steps(method: Method) -> float:
-    """How often a method's local training steps on a sample in a round; 0 where it has no epochs."""
-    return getattr(method, "epochs", 0) / getattr(method, "batch", 1)
+    """How often a method's local training steps on a sample in a round; 0 where it has no such epochs or batch."""
+    epochs, batch = (getattr(method, key, None) for key in ("epochs", "batch"))
+    return epochs / batch if epochs and batch else 0.0
 
 
 def warn(console: Console, sentences: list[str]) -> None:
