@@ -300,7 +300,7 @@ def test_a_mistake_in_own_data_is_named(arrays: dict[str, Any], words: str, tmp_
     ("keys", "words"),
     [
         ({"samples": 1798}, "samples = 1798, but digits has 1797"),
-        ({"split": "classes", "classes": 11}, "classes = 11, but the samples are of 10"),
+        ({"split": "classes", "classes": 11}, "classes = 11, but the samples have 10"),
     ],
 )
 def test_more_samples_or_classes_than_there_are_is_refused(keys: dict[str, Any], words: str) -> None:

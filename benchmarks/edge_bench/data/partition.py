@@ -62,7 +62,7 @@ def by_class(
     """
     present = np.unique(y)
     if classes is not None:
-        check_classes(classes, present)
+        _check_enough(classes, present)
     rng = np.random.default_rng(counter.key(seed, "deal"))
     for _ in range(1000):
         if classes is None:
@@ -113,7 +113,7 @@ def few_of_classes(
     it. Raises ConfigError when a class has too few.
     """
     present = np.unique(y)
-    check_classes(classes, present)
+    _check_enough(classes, present)
     train, validate, test = samples
     wanted = np.maximum(np.round(np.linspace(train, balance * train, classes)), 1).astype(int)
     pools, tests = {}, {}
@@ -141,10 +141,10 @@ def few_of_classes(
     return shares
 
 
-def check_classes(classes: int, present: NDArray[np.int64]) -> None:
+def _check_enough(classes: int, present: NDArray[np.int64]) -> None:
     """Raise ConfigError when a device is to hold more classes than are `present`."""
     if classes > len(present):
-        raise ConfigError(f"classes = {classes}, but the samples are of {len(present)}; lower it")
+        raise ConfigError(f"classes = {classes}, but the samples have {len(present)}; lower it")
 
 
 def hold_out(y: NDArray[np.int64], unit: NDArray[np.int64], stream: int) -> NDArray[np.int8]:

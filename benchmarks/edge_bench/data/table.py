@@ -5,7 +5,7 @@ UCI HAR, FEMNIST and Shakespeare are divided by who made the samples; the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -115,21 +115,12 @@ class DataConfig(BaseModel):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        names = [*SOURCES, *own_data.others()]
-        if name not in names:
-            near = suggestion(name, names)
-            raise PydanticCustomError(
-                "unknown", "there is no such data set; choose {choices}", {"choices": ", ".join(names) + near}
-            )
-        return name
+        return _one_of(name, [*SOURCES, *own_data.others()], "data set")
 
     @field_validator("split")
     @classmethod
     def _divided(cls, split: str) -> str:
-        if split not in SPLITS:
-            choices = ", ".join(SPLITS) + suggestion(split, SPLITS)
-            raise PydanticCustomError("unknown", "there is no such split; choose {choices}", {"choices": choices})
-        return split
+        return _one_of(split, SPLITS, "split")
 
     @field_validator("labels")
     @classmethod
@@ -220,6 +211,16 @@ SPLITS: Mapping[str, Split] = {
     "classes": Split(_by_classes, frozenset({"classes", "per_class"})),
 }
 """Every split by name."""
+
+
+def _one_of(name: str, names: Collection[str], what: str) -> str:
+    """`name`, which is among `names`. Raises PydanticCustomError with the choices."""
+    if name not in names:
+        choices = ", ".join(names) + suggestion(name, names)
+        raise PydanticCustomError(
+            "unknown", "there is no such {what}; choose {choices}", {"what": what, "choices": choices}
+        )
+    return name
 
 
 def _plain(value: Any) -> Any:
