@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from edge_bench.bundles import can_export
-from edge_bench.command_line import check_new_folder, filling, name_from
+from edge_bench.command_line import filling, name_from
 from edge_client.errors import ConfigError
 from edge_client.methods import installed_methods
 
@@ -31,7 +31,6 @@ def new(
     ] = None,
 ) -> None:
     """Write a small project, model.py, data.py, simulate.toml and federation.toml, that runs at once."""
-    check_new_folder(folder)
     files = project(folder.resolve().name, template) if method is None else package(folder.resolve().name, method)
     with filling(folder):
         for name, text in files.items():
