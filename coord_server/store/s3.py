@@ -47,7 +47,7 @@ def answered(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def unless(codes: Sequence[str]) -> Iterator[None]:
+def tolerating(codes: Sequence[str]) -> Iterator[None]:
     """Go on after an answer with one of these codes."""
     try:
         yield
@@ -70,7 +70,7 @@ class Bucket:
         with answered(place):
             found = self._marked()
             if found is None and new:
-                with unless(THERE):  # of another coordinator, or of this request, which boto3 has repeated
+                with tolerating(THERE):  # of another coordinator, or of this request, which boto3 has repeated
                     self.client.put_object(**self._marker, Body=id_.encode(), IfNoneMatch="*")
                 found = self._marked()
             if found != id_:
@@ -85,7 +85,7 @@ class Bucket:
 
     def _marked(self) -> str | None:
         """The id in the marker, None without one."""
-        with unless(MISSING):
+        with tolerating(MISSING):
             return str(self.client.get_object(**self._marker)["Body"].read(), errors="replace")
         return None
 
