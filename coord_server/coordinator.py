@@ -46,7 +46,8 @@ class Coordinator:
         """
         self.store, self.bundles = store, Bundles(store, clock, max_parameters)
         self.roles = Roles(store.metadata, operator, clock)
-        self._failed, self._read = False, time.monotonic()  # the last look; when the database has last answered
+        self._failed = False  # the watch's last look
+        self._read = time.monotonic()  # when the database last answered
         self._clock = clock
         self._federations: dict[str, LiveFederation | UnloadedFederation] = {}
         self._looking = asyncio.Lock()

@@ -81,7 +81,8 @@ def write_whole(
 ) -> None:
     """Replace the content of `path`: a reader, or the next start after a power cut, sees the old or the new one whole.
 
-    A link stays; what it names is replaced. Raises StateError (disk full, not writable); the old content then stays.
+    A link stays; what it names is replaced. A pipe, a device and standard output take the bytes as they come.
+    Raises StateError (disk full, not writable); the old content then stays.
     """
     with disk(path, elsewhere):
         if (opened := _standard(path)) is not None:

@@ -269,7 +269,7 @@ class Hermes(Coded):
         """The units after this round's step: fewer when the gate is open."""
         units, m = received.units, received.units.manifest
         fixed = parameters_with(m, [0] * len(m.groups))
-        # Of what is in groups alone: units do not go in the place of parameters that are in none.
+        # Parameters in no group do not count: more units would have to go in their place.
         now, goal = parameters_with(m, counts(units)) - fixed, self.target * (m.d - fixed)
         model = Personal(received.parameters[units.places], received.buffers[units.small.buffers])
         if now <= goal or task.narrow(units.channels).score(model, "validation") <= self.threshold:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 EPS = float(torch.finfo(torch.float32).eps)
 _OF_ONE = ("aten::sigmoid", "aten::sigmoid_")  # ONNX Runtime's is exact to roundings of one, not of its value
-_STAY = {"aten::sum": 16, "aten::mean": 64, "aten::var_mean": 64}
-"""Sums, which an engine rounds on their way: of how many terms one rounding stays.
+_TERMS = {"aten::sum": 16, "aten::mean": 64, "aten::var_mean": 64}
+"""Sums, and for how many terms each moves by one rounding, because an engine rounds partial sums too.
 
 ONNX Runtime sums over samples and places one by one: n equal terms are off by n / 6 roundings at most, which the
 proof's factor covers. It adds 64 sums side by side for a mean.
@@ -61,7 +61,7 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return made  # a view
         name = func._schema.name
-        rounds = args[0].numel() / max(plain[0].numel(), 1) / _STAY[name] if name in _STAY else 0.0
+        rounds = args[0].numel() / max(plain[0].numel(), 1) / _TERMS[name] if name in _TERMS else 0.0
         for value in plain:
             if isinstance(value, Tensor) and value.dtype == torch.float64 and value.numel():
                 size = func(args[0].abs(), *args[1:], **(kwargs or {})) if name == "aten::sum" else value.abs()
