@@ -138,12 +138,15 @@ def arrays_of(path: Path) -> dict[str, NDArray[Any]]:
         raise DataError(f"data file {path} cannot be read: {error.strerror or error}; {ADVICE}") from None
     if not archive:
         raise DataError(f"{path} is not a readable .npz file: it is not a zip archive of arrays; {ADVICE}")
+    found, name = dict[str, NDArray[Any]](), ""
     try:
         with np.load(path, allow_pickle=False) as z:
-            found = {name: z[name] for name in z}
+            for name in z:
+                found[name] = z[name]
     except Exception as error:  # zipfile, its decompressors and numpy's parser raise nearly anything on a bad file
         if "Object arrays" in str(error):  # numpy's, of a table of mixed columns
-            raise DataError(f"{path} holds Python objects; give numbers, such as x.astype('float32')") from None
+            advice = f"save {name}.astype('float32'), or names of classes as {name}.astype('str')"
+            raise DataError(f"{path}: {name} holds Python objects; {advice}") from None
         raise DataError(f"{path} is not a readable .npz file ({type(error).__name__}: {error}); {ADVICE}") from None
     for name, array in found.items():
         if not isinstance(array, np.ndarray):
