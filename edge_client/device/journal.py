@@ -63,9 +63,9 @@ class Identity(_Stored):
 
 
 class End(_Stored):
-    """How the federation ended: the report that the coordinator has accepted, and the last downlink's digest.
+    """How the federation ended: the report that the coordinator has accepted, and the digest of the last downlink.
 
-    `downlink` is that of the personal model, which is what the report is about.
+    The personal model, which the report is about, was made from that downlink.
     """
 
     downlink: str

@@ -174,7 +174,7 @@ class MethodSummary(Message):
 
 
 class Health(Message):
-    """The coordinator is up; `faulty`: but cannot read its database."""
+    """The coordinator is up; `faulty`: it cannot read its database."""
 
     status: Literal["ok", "faulty"]
     version: str
