@@ -27,7 +27,7 @@ from edge_client.protocol.messages import Enrol, Enrolled, Federation, Federatio
 log = logging.getLogger("maskfleet")
 
 WATCH = 0.3  # seconds between looks at what other coordinators have committed
-SILENT = 10.0  # seconds without an answer of the database after which health says so
+SILENT = 5.0  # seconds without an answer of the database after which health says so
 
 
 class Coordinator:
@@ -46,7 +46,6 @@ class Coordinator:
         """
         self.store, self.bundles = store, Bundles(store, clock, max_parameters)
         self.roles = Roles(store.metadata, operator, clock)
-        self._failed = False  # the watch's last look
         self._read = time.monotonic()  # when the database last answered
         self._clock = clock
         self._federations: dict[str, LiveFederation | UnloadedFederation] = {}
@@ -83,12 +82,11 @@ class Coordinator:
                 if logged:
                     log.info("the database can be watched again")
                 logged = 0
-            self._failed = logged > 0
 
     @property
     def faulty(self) -> bool:
-        """Whether the database cannot be read: it fails, or is silent, as a server's behind a broken link."""
-        return self._failed or time.monotonic() - self._read > SILENT
+        """Whether the database has not answered for a while: it fails, or its link is broken."""
+        return time.monotonic() - self._read > SILENT
 
     async def look(self) -> None:
         """Bring every federation up to date, load those that are new, drop the deleted ones. Raises StateError."""

@@ -57,7 +57,7 @@ def full(*_: object) -> None:
     ],
     ids=["two wordings", "a defect first", "a defect later"],
 )
-def test_an_outage_of_the_database_is_shown_and_logged_when_it_begins_and_ends(
+def test_an_outage_of_the_database_is_logged_when_it_begins_and_ends(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -75,11 +75,10 @@ def test_an_outage_of_the_database_is_shown_and_logged_when_it_begins_and_ends(
 
     async def script(fleet: Fleet) -> None:
         monkeypatch.setattr(Metadata, "known", failing)
-        for status in ("faulty", "ok"):
+        for _ in range(2):
             least = len(looks) + 10
             while len(looks) < least:
                 await asyncio.sleep(0.01)
-            assert (await fleet.http.get("/v1/health")).json()["status"] == status
             mended.set()
 
     caplog.set_level("INFO", "maskfleet")
@@ -90,17 +89,21 @@ def test_an_outage_of_the_database_is_shown_and_logged_when_it_begins_and_ends(
     assert ended.message == "the database can be watched again"
 
 
-def test_health_says_when_the_database_gives_no_answer_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_health_says_when_the_database_gives_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
     monkeypatch.setattr(coordinator, "WATCH", 0.0)
     monkeypatch.setattr(coordinator, "SILENT", 0.5)
     known, mended = Metadata.known, Event()
 
-    def silent(metadata: Metadata) -> Any:
-        mended.wait(LIMIT)
+    def away(metadata: Metadata) -> Any:
+        if not (mended.wait(LIMIT) if silent else mended.is_set()):
+            raise StorageUnreachableError("no answer")
         return known(metadata)
 
     async def script(fleet: Fleet) -> None:
-        monkeypatch.setattr(Metadata, "known", silent)
+        monkeypatch.setattr(Metadata, "known", away)
         for status in ("faulty", "ok"):
             end = time.monotonic() + LIMIT / 2
             while (found := (await fleet.http.get("/v1/health")).json()["status"]) != status:
