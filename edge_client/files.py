@@ -9,12 +9,10 @@ import contextlib
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import TextIO
 
 from edge_client.errors import StateError, StorageFullError
 
@@ -67,34 +65,18 @@ def make_folder(path: Path, elsewhere: str = "choose another folder with --state
             sync_folder(folder.parent)
 
 
-def _standard(path: Path) -> TextIO | None:
-    """Standard output or error where `path` names it. It may be a file, and has other lines than these too."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, AttributeError):  # closed, or no file of the system
-            if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
-                return stream
-    return None
-
-
 def write_whole(
     path: Path, *chunks: bytes | memoryview, mode: int = 0o600, elsewhere: str = "choose another folder with --state"
 ) -> None:
     """Replace the content of `path`: a reader, or the next start after a power cut, sees the old or the new one whole.
 
-    A link stays; what it names is replaced. A pipe, a device and standard output take the bytes as they come.
-    Raises StateError (disk full, not writable); the old content then stays.
+    A link stays; what it names is replaced. Raises StateError (disk full, not writable, no ordinary file); the old
+    content then stays.
     """
     with disk(path, elsewhere):
-        if (opened := _standard(path)) is not None:
-            opened.flush()
-            opened.buffer.writelines(chunks)
-            opened.flush()
-            return
-        if path.exists() and not path.is_file():  # a pipe, or a device: /dev/stdout would be gone for all
-            with path.open("wb") as place:
-                place.writelines(chunks)
-            return
         path = Path(os.path.realpath(path))
+        if path.exists() and not path.is_file():  # a folder, a pipe or a device, which a file would replace
+            raise FileExistsError(errno.EEXIST, "it is no ordinary file")
         temporary = path.parent / f"{path.name}.new"  # with_name refuses "." and "/"
         try:
             _write(temporary, chunks, mode)

@@ -124,10 +124,10 @@ def test_a_result_that_this_user_may_not_write_is_the_disks_fault(monkeypatch: p
         check_folder(Path("results"))
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_standard_output_is_no_place_for_a_result(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option} -: standard output has the tables; name a file"):
-        check_writable(Path("-"), option)
+@pytest.mark.parametrize("place", ["-", "/dev/stdout", "/dev/null"])
+def test_a_result_goes_to_a_file(place: str) -> None:
+    with pytest.raises(ConfigError, match=f"--json {place} is no file; name one, as standard output has the tables"):
+        check_writable(Path(place))
 
 
 @pytest.mark.parametrize("name", ["--x", "-", "a b", "it's"])

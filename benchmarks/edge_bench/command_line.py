@@ -67,8 +67,8 @@ def check_writable(path: Path | None, option: str = "--json", source: Path | Non
     """
     if path is None:
         return
-    if str(path) == "-":
-        raise ConfigError(f"{option} -: standard output has the tables; name a file, or /dev/stderr")
+    if str(path) == "-" or path.parent == Path("/dev"):
+        raise ConfigError(f"{option} {path} is no file; name one, as standard output has the tables")
     if source is not None and path.resolve() == source.resolve():
         raise ConfigError(f"{option} {path} would overwrite the file that is read; name another one")
     folder = path.resolve().parent
