@@ -146,11 +146,9 @@ class S3Blobs(FolderBlobs):
 
     def size(self, shelf: str, sha256: str) -> int | None:
         """Size of a blob, None when it is not there. Raises StateError."""
-        try:
-            with answered(f"blob {shelf}/{sha256}"):
-                return int(self._bucket.client.head_object(**self._object(shelf, sha256))["ContentLength"])
-        except StorageDamagedError:
-            return None
+        with answered(f"blob {shelf}/{sha256}"), tolerating(MISSING):
+            return int(self._bucket.client.head_object(**self._object(shelf, sha256))["ContentLength"])
+        return None
 
     def shelves(self, under: str) -> list[str]:
         """Names of the shelves directly under a folder. Raises StateError."""
