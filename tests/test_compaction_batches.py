@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 
 from edge_client.compaction.smaller import analysed, cut
 from edge_client.compaction.surgery import freeze
@@ -100,13 +101,6 @@ g (float[n,8,4] x, float[4,6] a, float[6] s, float[4,6] b) => (float[n,2,3,4,4] 
 """
 
 
-def test_constants_of_heads_that_are_joined_with_the_windows_of_a_batch_are_repeated_for_each() -> None:
-    model, tensors = drawn(CONSTANT_HEADS)
-    tensors["a"][:] = 0
-    made = compacted(freeze(model, tensors), 8, 4)
-    assert [n.op_type for n in made.graph.node].count("MatMul") == 2  # without that by `a`
-
-
 CONSTANT_FACTOR = """
 <ir_version: 9, opset_import: ["" : 20]>
 g (float[n,8,4] x, float[4,6] a, float[6] s, float[4,6] b) => (float[n,2,4,4] y)
@@ -125,8 +119,9 @@ g (float[n,8,4] x, float[4,6] a, float[6] s, float[4,6] b) => (float[n,2,4,4] y)
 """
 
 
-def test_a_factor_that_is_constant_in_every_window_is_one_for_the_windows_of_all_samples() -> None:
-    model, tensors = drawn(CONSTANT_FACTOR)
+@pytest.mark.parametrize("graph", [CONSTANT_HEADS, CONSTANT_FACTOR], ids=["heads joined with windows", "a factor"])
+def test_what_is_constant_in_every_window_is_so_for_the_windows_of_all_samples(graph: str) -> None:
+    model, tensors = drawn(graph)
     tensors["a"][:] = 0
     made = compacted(freeze(model, tensors), 8, 4)
     assert [n.op_type for n in made.graph.node].count("MatMul") == 2  # without that by `a`
